@@ -1,0 +1,34 @@
+"""What all tests share: the pool of ranks, the stages, and the labels of the cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks.pool import Pool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "case(*ids): the public bug reports that this test stands for; select with -k B12"
+    )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    for mark in item.iter_markers("case"):
+        item.extra_keyword_matches.update(mark.args)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Processes that act as ranks, kept between tests."""
+    pool = Pool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=range(4), ids=lambda stage: f"zero{stage}")
+def stage(request: pytest.FixtureRequest) -> int:
+    """A test that names this argument runs at every stage; parametrise ``stage`` to choose some."""
+    return int(request.param)
