@@ -1,0 +1,167 @@
+"""torch's own activation checkpointing: the recomputation faults its parameters in again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+import zerodp
+from tests.ranks.oracle import Task, parity, rows, squares
+from tests.ranks.pool import on_ranks
+from tests.ranks.toys import Block, CheckpointedNet, Net
+
+case = pytest.mark.case
+kinds = pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
+
+
+def output(model: nn.Module, x: Tensor) -> Tensor:
+    """Backward starts from the output itself, which is no scalar."""
+    out: Tensor = model(x)
+    return out
+
+
+@case("B40")
+@on_ranks(2)
+@kinds
+def test_backward_from_an_output_that_is_no_scalar(reentrant: bool, stage: int) -> None:
+    parity(Task(lambda: CheckpointedNet(reentrant), rows(3), output), stage=stage, units=[Block])
+
+
+class Repeated(nn.Module):
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for _ in range(3):
+            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=self.reentrant))
+        return x
+
+
+@case("B41")
+@on_ranks(2)
+@kinds
+@pytest.mark.parametrize("units", [None, [nn.Linear]], ids=["whole", "layers"])
+def test_one_layer_in_several_checkpoints(reentrant: bool, units: Any, stage: int) -> None:
+    parity(Task(lambda: Repeated(reentrant), rows(4)), stage=stage, units=units)
+
+
+@on_ranks(2)
+@kinds
+@pytest.mark.parametrize("micro", [(True, True), (False, True)], ids=["synced", "no_sync"])
+def test_one_layer_in_several_checkpoints_accumulated(reentrant: bool, micro: tuple[bool, ...], stage: int) -> None:
+    parity(Task(lambda: Repeated(reentrant), rows(4), micro=micro), stage=stage)
+
+
+class Nested(nn.Module):
+    """Units inside a unit, checkpointed at both levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Sequential(Block(6), Block(6))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.pair:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x * self.scale
+
+
+class NestedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Nested() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.emb(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def sum_of_two(model: nn.Module, x: Tensor) -> Tensor:
+    first, second = model(x), model(x.flip(0))
+    return (first + second).pow(2).mean()
+
+
+@case("B43")
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_two_forwards_through_nested_units(prefetch: int, stage: int) -> None:
+    parity(Task(NestedNet, rows(3), sum_of_two), stage=stage, units=[Block, Nested], prefetch=prefetch)
+
+
+@on_ranks(2)
+@kinds
+def test_dropout_is_drawn_again(reentrant: bool, stage: int) -> None:
+    parity(Task(lambda: CheckpointedNet(reentrant, dropout=0.4), rows(3)), stage=stage, units=[Block])
+
+
+@on_ranks(2)
+@kinds
+def test_model_checkpointed_from_outside(reentrant: bool, stage: int) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant).pow(2).mean()
+
+    parity(Task(Net, rows(3), loss), stage=stage, units=[Block])
+
+
+class Sequenced(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint_sequential(list(self.blocks), 2, self.emb(x), use_reentrant=False))
+
+
+@on_ranks(2)
+def test_sequence_in_segments(stage: int) -> None:
+    parity(Task(Sequenced, rows(3)), stage=stage, units=[Block])
+
+
+def keep_matmuls(context: Any, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    matmuls: Sequence[Any] = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if operation in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selectively(net: Net, index: int, x: Tensor) -> Tensor:
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(keep_matmuls)
+
+    return checkpoint(net.blocks[index], x, use_reentrant=False, context_fn=contexts)
+
+
+@on_ranks(2)
+def test_selective_checkpointing(stage: int) -> None:
+    parity(Task(lambda: Net(apply_block=selectively), rows(3)), stage=stage, units=[Block])
+
+
+@on_ranks(2)
+@kinds
+def test_low_precision(reentrant: bool, stage: int) -> None:
+    task = Task(lambda: CheckpointedNet(reentrant), rows(3), micro=(True, True))
+    parity(task, stage=stage, units=[Block], precision="bf16", dtype=torch.bfloat16)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_recomputation_gathers_each_unit_once_more_at_most(prefetch: int) -> None:
+    """Forward, then once for recomputation and backward together."""
+    model = CheckpointedNet(reentrant=False)
+    model, _ = zerodp.shard(model, stage=3, units=[Block], prefetch=prefetch)
+    x = rows(3)(0, 0, 0)
+    squares(model, x).backward()
+    zerodp.stats(model).reset()
+    squares(model, x).backward()
+    gathers = [event.unit for event in zerodp.stats(model).trace if event.kind == "gather"]
+    assert all(gathers.count(f"blocks.{index}") == 2 for index in range(3)), gathers
+    assert zerodp.stats(model).memory.now["unsharded"] == 0
