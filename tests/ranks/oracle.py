@@ -323,7 +323,8 @@ def close(what: str, mine: Tensor, expected: Tensor, tolerance: float = 0.0) -> 
     assert mine.dtype == expected.dtype, f"{what}: dtype {mine.dtype}, expected {expected.dtype}"
     if torch.equal(mine, expected):
         return
-    error = (mine.double() - expected.double()).abs().max().item()
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    error = (mine.to(wide) - expected.to(wide)).abs().max().item()
     assert tolerance > 0, f"{what}: not the same bits, largest difference {error:.3g}\n{mine}\n{expected}"
     assert error <= tolerance, f"{what}: off by {error:.3g}, more than {tolerance:g}\n{mine}\n{expected}"
 
