@@ -1,0 +1,268 @@
+"""`shard()` and `unshard()`: wire the pieces together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import Config
+from .core import mesh as meshes
+from .core import module, optimizer_state, wrap
+from .core.access import runtime_of, whole_values
+from .core.arena import Arena
+from .core.comm import Comm
+from .core.control import Kind, share_verdict
+from .core.elementwise import check_elementwise
+from .core.module import ShardedModule
+from .core.optimizer import Engine, ShardedOptimizer
+from .core.precision import LossScaler, computes_in_fp32, dtypes_of
+from .core.reducer import Reducer
+from .core.runtime import Runtime
+from .core.unit import Flat, Unit
+from .errors import ConfigError, RankMismatchError, ZeroError
+
+BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 512 * 2**20}
+
+
+def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None, **options: Any) -> tuple[Any, Any]:
+    """Shard `model` and `optimizer` over the ranks of the process group, in place (a collective).
+
+    Args:
+        model: any module on the CPU or the training device; rank 0's values are taken on all ranks.
+        optimizer: an elementwise torch optimizer over parameters of `model`, or None (a teacher, inference).
+        config: a `zerodp.Config`; `options` override its fields by name.
+
+    Returns:
+        The same model object, whose class gains `ShardedModule`, and the same optimizer object, whose class gains
+        `ShardedOptimizer` (or None).
+
+    Raises:
+        ConfigError: a setting, model or optimizer that cannot work; RankMismatchError: ranks that came with different ones.
+            Both on every rank alike, before anything is changed.
+    """
+    mesh = meshes.resolve(*_early(config, options))
+    problem: Exception | None = None
+    try:
+        settings = Config.of(config, options)
+        plans = _check(model, optimizer, settings)
+        facts = _facts(settings, plans, optimizer)
+    except ZeroError as error:
+        problem, facts = error, []
+    comm = Comm(mesh, exact=mesh.backend != "nccl", check=problem is None and settings.check)
+    said = comm.exchange_objects(None if problem is None else [type(problem).__name__, str(problem)], "the other ranks' shard()")
+    share_verdict(said, problem)
+    _compare(comm.exchange_objects(facts, "the other ranks' shard()"))
+    if settings.exact is not None:
+        comm.exact = settings.exact
+    return _assemble(model, optimizer, settings, plans, comm)
+
+
+def _early(config: Config | None, options: dict[str, Any]) -> tuple[Any, torch.device | None]:
+    """What decides who talks to whom, needed before mistakes can be shared."""
+    base = config if isinstance(config, Config) else None
+    device = options.get("device", base.device if base else None)
+    return options.get("mesh", base.mesh if base else None), None if device is None else torch.device(device)
+
+
+def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"shard: expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, ShardedModule):
+        raise ConfigError("shard: this model is sharded already; zerodp.unshard(model) undoes it")
+    if any(isinstance(part, ShardedModule) for part in model.modules()):
+        raise ConfigError("shard: a part of this model is sharded already; shard the whole model once")
+    wrap.check_model(model)
+    plans = wrap.plan_units(model, config)
+    if not plans:
+        raise ConfigError("shard: the model has no parameters")
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+    return plans
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ConfigError("shard: this optimizer is sharded already")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"shard: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    known = {id(p) for p in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"shard: parameter group {number} of the optimizer holds a tensor of shape {tuple(parameter.shape)} that is no parameter of "
+                    "the model; build the optimizer over model.parameters() of the model that is sharded"
+                )
+    check_elementwise(optimizer)
+
+
+def _facts(config: Config, plans: list[wrap.Plan], optimizer: Any) -> list[str]:
+    """What must be the same on all ranks, in words."""
+    facts = [f"{name}={getattr(config, name)!r}" for name in ("stage", "precision", "reduction", "exact", "unsharded_bytes", "prefetch", "bucket_bytes", "check")]
+    for plan in plans:
+        facts += [f"unit {plan.name!r}: {name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}" for name, p, _ in plan.parameters]
+    if optimizer is not None:
+        names = {id(p): name for plan in plans for name, p, _ in plan.parameters}
+        for number, group in enumerate(optimizer.param_groups):
+            facts.append(f"{type(optimizer).__name__} group {number}: {[names[id(p)] for p in group['params']]}")
+    return facts
+
+
+def _compare(everyone: list[list[str]]) -> None:
+    for rank, facts in enumerate(everyone):
+        if facts != everyone[0]:
+            a, b = next(((a, b) for a, b in zip([*everyone[0], "nothing"], [*facts, "nothing"], strict=False) if a != b), ("nothing", "more"))
+            raise RankMismatchError(f"shard() was called differently: rank 0 has {a}; rank {rank} has {b}")
+
+
+def _assemble(model: nn.Module, optimizer: Any, config: Config, plans: list[wrap.Plan], comm: Comm) -> tuple[Any, Any]:
+    device = _device(config, comm.mesh.device_type, model)
+    arena = Arena(device)
+    scaler = LossScaler(config.precision)
+    reducer = Reducer(arena, comm, config.reduction == "mean", config.precision.reduce_dtype if config.precision else None)
+    units = [_unit(index, plan, config, comm) for index, plan in enumerate(plans)]
+    names = {module: name for name, module in model.named_modules()}
+    runtime = Runtime(units, arena, comm, reducer, names, config)
+    plain = _plain_optimizer(optimizer)
+    for unit in units:
+        unit.runtime = runtime
+        for flat in unit.flats:
+            flat.fill(arena, comm)
+    _buffers(model, config, runtime)
+    model.__class__ = type(type(model).__name__, (ShardedModule, type(model)), {"__module__": type(model).__module__})
+    model._zerodp = runtime  # type: ignore[assignment]
+    runtime.hooks = module.install(model, runtime, config.precision)
+    runtime.optimizer = None
+    if optimizer is not None:
+        runtime.optimizer = _take_optimizer(optimizer, plain, runtime, scaler)
+    return model, runtime.optimizer
+
+
+def _unit(index: int, plan: wrap.Plan, config: Config, comm: Comm) -> Unit:
+    """One flat per (dtypes, trainable)."""
+    kinds: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, parameter, holder in plan.parameters:
+        dtypes = dtypes_of(parameter, config.precision, computes_in_fp32(holder))
+        kinds[(dtypes, parameter.requires_grad)].append((name, parameter))
+    max_bytes = config.bucket_bytes or BUCKET_BYTES.get(comm.mesh.backend, 512 * 2**20)
+    place = comm.mesh.place(plan.residency.shards_optimizer)
+    flats = [Flat(named, dtypes, plan.residency, place, max_bytes) for (dtypes, _), named in kinds.items()]
+    return Unit(plan.name, index, plan.module, flats)
+
+
+def _device(config: Config, device_type: str, model: nn.Module) -> torch.device:
+    if config.device is not None:
+        return config.device
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def _buffers(model: nn.Module, config: Config, runtime: Runtime) -> None:
+    """Rank 0's buffers on all ranks, on the device, in the dtype asked for."""
+    wanted = config.precision.buffer_dtype if config.precision is not None else None
+    for holder in model.modules():
+        for key, buffer in holder._buffers.items():
+            if buffer is None:
+                continue
+            buffer = buffer.to(runtime.arena.device)
+            if buffer.numel():
+                sent = buffer.contiguous()
+                runtime.comm.broadcast(sent, "(buffers)")
+                buffer.copy_(sent)
+            if wanted is not None and buffer.is_floating_point() and buffer.dtype != wanted:
+                runtime.buffers.append((holder, key, buffer.dtype))
+                buffer = buffer.to(wanted)
+            holder._buffers[key] = buffer
+
+
+# ---- the optimizer
+
+
+def _plain_optimizer(optimizer: Any) -> Any:
+    """Its groups' parameters and its state, before the parameters are sharded."""
+    if optimizer is None:
+        return None
+    return [list(group["params"]) for group in optimizer.param_groups], dict(optimizer.state)
+
+
+def _take_optimizer(optimizer: Any, plain: Any, runtime: Runtime, scaler: LossScaler) -> ShardedOptimizer:
+    """The user's optimizer object over this rank's segments. Its groups stay the same dicts, so schedulers keep them."""
+    groups, states = plain
+    wrapped = optimizer.__dict__.pop("step", None)  # an LR scheduler's wrapper around the plain step
+    optimizer.__class__ = type(type(optimizer).__name__, (ShardedOptimizer, type(optimizer)), {"__module__": type(optimizer).__module__})
+    engine = optimizer._zerodp = Engine(runtime, scaler)
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        members = optimizer._members(parameters)
+        group["params"] = [segment for member in members for segment in engine.segments_of(*member)]
+        if "param_names" in group:
+            group["param_names"] = [segment.full_name for segment in group["params"]]
+        engine.members.append(members)
+    optimizer.state.clear()
+    optimizer_state.from_plain(optimizer, states)
+    if getattr(wrapped, "_wrapped_by_lr_sched", False):
+        optimizer.step = _Stepper(optimizer)
+    return optimizer  # type: ignore[no-any-return]
+
+
+class _Stepper:
+    """Stands where an LR scheduler put its own wrapper, which it looks for; our step keeps the books it kept."""
+
+    _wrapped_by_lr_sched = True
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.__self__, self.__func__ = optimizer, type(optimizer).step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+
+# ---- the way back
+
+
+def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
+    """Back to plain torch objects: full parameters in their original dtypes, full optimizer states (a collective)."""
+    runtime = runtime_of(model)
+    sharded = runtime.optimizer
+    if optimizer is not None and optimizer is not sharded:
+        raise ConfigError("unshard: this optimizer was not sharded with this model")
+    runtime.control.require(Kind.STATE)
+    state = sharded.state_dict() if sharded is not None else None
+    values = {flat: whole_values(runtime, flat) for flat in runtime.flats()}
+    with runtime.original_buffers():
+        buffers = [(holder, key, holder._buffers[key]) for holder, key, _ in runtime.buffers]
+    for hook in runtime.hooks:
+        hook.remove()
+    for flat, fulls in values.items():
+        for _, hook in flat.nodes:
+            hook.remove()
+        flat.replace(fulls)
+        for parameter in flat.parameters:
+            del parameter._zerodp
+    for holder, key, buffer in buffers:
+        holder._buffers[key] = buffer
+    model.__class__ = type(model).__mro__[2]
+    del model._zerodp
+    if sharded is not None and state is not None:
+        _give_optimizer_back(sharded, state)
+    runtime.comm.close()
+    return model, sharded
+
+
+def _give_optimizer_back(optimizer: Any, state: dict[str, Any]) -> None:
+    engine: Engine = optimizer._zerodp
+    optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = type(optimizer).__mro__[2]
+    del optimizer._zerodp
+    optimizer.state.clear()
+    for group, members in zip(optimizer.param_groups, engine.members, strict=True):
+        group["params"] = [flat.parameters[index] for flat, index in members]
+        if "param_names" in group:
+            group["param_names"] = [flat.names[index] for flat, index in members]
+        for flat, index in members:
+            if flat.names[index] in state["state"]:
+                optimizer.state[flat.parameters[index]] = state["state"][flat.names[index]]
+

@@ -1,0 +1,20 @@
+"""The `zerodp` command: one file per subcommand, each of which adds its own parser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import __version__
+from . import train
+from .parser import Parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (the process's own by default). The result is the exit status."""
+    parser = Parser(prog="zerodp", description="ZeRO stages 0 to 3 for PyTorch as one mechanism.")
+    parser.add_argument("--version", action="version", version=f"zerodp {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    train.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status

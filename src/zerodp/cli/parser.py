@@ -1,0 +1,75 @@
+"""How every command reads its options: errors in one line, near misses named, sizes such as `4M`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that ends wrong usage with status 2 and one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            self.error(f"unknown option {name}{near(name, self._option_string_actions)}")
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """The end of a message about a misspelt `name`."""
+    found = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def one_of(values: Sequence[str]) -> Callable[[str], str]:
+    """The type of an option with these values."""
+
+    def parse(text: str) -> str:
+        if text not in values:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(values)}, got {text!r}{near(text, values)}")
+        return text
+
+    return parse
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """The type of a whole number."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"\d+", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """The type of a number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def size(text: str) -> int:
+    """The type of a count such as 4M, 350k or 7.5e9."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kKmMbBtT]?)", text)
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a count such as 4M, 350k or 7.5e9, got {text!r}")
+    return round(float(found[1]) * SCALE[found[2].upper()])

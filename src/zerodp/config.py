@@ -1,0 +1,229 @@
+"""What a user may set: `Config` and `Precision`, frozen and checked field by field.
+
+Knows nothing of models or process groups; what depends on them is checked by `zerodp.shard`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .core.stages import STAGES
+from .errors import ConfigError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+# Names that people bring from other libraries, and what to write here.
+RENAMED = {
+    "zero_stage": "stage", "reshard_after_forward": "stage", "sharding_strategy": "stage", "zero_optimization": "stage",
+    "mp_policy": "precision", "mixed_precision": "precision", "auto_wrap_policy": "units", "ignored_modules": "ignore",
+    "ignored_params": "ignore", "process_group": "mesh", "device_mesh": "mesh", "device_id": "device",
+    "reduce_bucket_size": "bucket_bytes", "allgather_bucket_size": "bucket_bytes", "bucket_cap_mb": "bucket_bytes",
+    "stage3_max_live_parameters": "unsharded_bytes", "stage3_prefetch_bucket_size": "prefetch",
+    "stage3_param_persistence_threshold": "ignore_below", "forward_prefetch": "prefetch", "offload_policy": "offload",
+    "fp16": "precision", "bf16": "precision", "param_init_fn": "weights",
+    "gradient_clipping": "optimizer.clip_grad_norm_(max_norm)", "gradient_cliping": "optimizer.clip_grad_norm_(max_norm)",
+    "gradient_accumulation_steps": "several backward passes before optimizer.step()",
+    "train_batch_size": "the loader's own batch size", "train_micro_batch_size_per_gpu": "the loader's own batch size",
+}  # fmt: skip
+
+
+def unknown(what: str, name: str, names: Iterable[str]) -> str:
+    names = list(names)
+    if name in RENAMED:
+        return f"unknown {what} {name!r}; in zerodp this is {RENAMED[name]!r}"
+    near = difflib.get_close_matches(name, names, 1, 0.5)
+    return f"unknown {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "") + f" Valid: {', '.join(names)}"
+
+
+def number(name: str, value: Any, above: float | None = None, below: float | None = None, also: str = "") -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or (above is not None and not value > above) or (below is not None and not value < below):
+        span = " ".join(t for t in (f"above {above}" if above is not None else "", f"below {below}" if below is not None else "") if t)
+        raise ConfigError(f"{name}: expected a number {span}{f' or {also}' if also else ''}, got {value!r}")
+
+
+def whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+
+
+def bytes_of(name: str, value: Any) -> int:
+    """An int, or text such as ``"4GB"`` (10^9) or ``"4GiB"`` (2^30), in bytes."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if found and found[2].upper() in BYTE_UNITS:
+            return int(float(found[1]) * BYTE_UNITS[found[2].upper()])
+        raise ConfigError(f'{name}: expected a number of bytes such as 1000000, "500MB" or "4GiB", got {value!r}')
+    whole(name, value, least=0)
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of compute, wire, gradients and master weights, and the loss scaling that fp16 needs.
+
+    Args:
+        param_dtype: dtype in which parameters are gathered and the model computes.
+        reduce_dtype: dtype of gradients on the wire; ``None`` = the dtype the gradient has then.
+        grad_dtype: dtype in which gradients are kept between backward passes; ``None`` = fp32 where they are sharded
+            (stages 2, 3), ``param_dtype`` where they are not, promoted to fp32 by a second backward.
+        master_dtype: dtype of the sharded copy that the optimizer updates.
+        buffer_dtype: dtype for floating-point buffers; ``None`` leaves them. Checkpoints keep the original dtype.
+        cast_inputs: cast floating-point tensor inputs of the called module to ``param_dtype``.
+        output_dtype: cast floating-point outputs of the called module; ``None`` leaves them.
+        loss_scale: ``"dynamic"`` or a fixed factor; used with fp16 parameters only.
+        init_scale, growth_interval, backoff, growth, hysteresis, min_scale: of the dynamic scale. An overflow uses up one
+            of ``hysteresis`` before the scale is multiplied by ``backoff``; ``growth_interval`` good steps multiply it by
+            ``growth`` and refill the hysteresis; an overflow at ``min_scale`` is an error.
+
+    Raises:
+        ConfigError: for a dtype or number outside its range.
+    """
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype = torch.float32
+    buffer_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+    output_dtype: torch.dtype | None = None
+    loss_scale: float | str = "dynamic"
+    init_scale: float = 2.0**16
+    growth_interval: int = 2000
+    backoff: float = 0.5
+    growth: float = 2.0
+    hysteresis: int = 1
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "grad_dtype", "master_dtype", "buffer_dtype", "output_dtype"):
+            value, needed = getattr(self, name), name in ("param_dtype", "master_dtype")
+            if not (value in FLOATS or (value is None and not needed)):
+                raise ConfigError(f"Precision.{name}: expected one of {', '.join(map(str, FLOATS))}, got {value!r}")
+        if self.loss_scale != "dynamic":
+            number("Precision.loss_scale", self.loss_scale, above=0, also='"dynamic"')
+        for name, above, below in (("init_scale", 0, None), ("growth", 1, None), ("backoff", 0, 1), ("min_scale", 0, None)):
+            number(f"Precision.{name}", getattr(self, name), above=above, below=below)
+        for name in ("growth_interval", "hysteresis"):
+            whole(f"Precision.{name}", getattr(self, name), least=1)
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.param_dtype == torch.float16
+
+
+PRECISIONS = {
+    "fp32": Precision(torch.float32),
+    "bf16": Precision(torch.bfloat16),
+    "fp16": Precision(torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options of :func:`zerodp.shard`; every field can be overridden there by name. See `docs/options.md`."""
+
+    stage: int | Mapping[str, int] = 3
+    mesh: Any = None
+    units: Any = None
+    ignore: tuple[str, ...] = ()
+    ignore_below: int = 0
+    precision: Precision | None = None
+    device: torch.device | None = None
+    reduction: str = "mean"
+    exact: bool | None = None
+    unsharded_bytes: int = 0
+    prefetch: int = 1
+    bucket_bytes: int | None = None
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen: normal forms are set once, here)
+        put("stage", _stage(self.stage))
+        put("precision", _precision(self.precision))
+        put("ignore", _patterns("ignore", self.ignore))
+        put("unsharded_bytes", bytes_of("unsharded_bytes", self.unsharded_bytes))
+        if self.bucket_bytes is not None:
+            put("bucket_bytes", bytes_of("bucket_bytes", self.bucket_bytes))
+            whole("bucket_bytes", self.bucket_bytes, least=1)
+        if self.device is not None:
+            put("device", _device(self.device))
+        if self.units is not None:
+            put("units", _units(self.units))
+        if self.reduction not in ("mean", "sum"):
+            raise ConfigError(f'reduction: expected "mean" or "sum", got {self.reduction!r}')
+        for name in ("ignore_below", "prefetch"):
+            whole(name, getattr(self, name), least=0)
+        for name in ("exact", "check"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "exact" and value is None):
+                raise ConfigError(f"{name}: expected True or False, got {value!r}")
+
+    @classmethod
+    def of(cls, config: Config | None, options: Mapping[str, Any]) -> Config:
+        """`config` with `options` put over it; unknown names are refused with the nearest valid one."""
+        if config is not None and not isinstance(config, Config):
+            raise ConfigError(f"config: expected a zerodp.Config, got {type(config).__name__}; pass options by name: shard(model, optimizer, stage=3)")
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in names:
+                raise ConfigError(unknown("option", name, names))
+        return dataclasses.replace(config or cls(), **options)
+
+
+def _stage(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"stage: the keys of a mapping are patterns over unit names, got {key!r}")
+            if isinstance(one, bool) or one not in STAGES:
+                raise ConfigError(f"stage[{key!r}]: expected one of {sorted(STAGES)}, got {one!r}")
+        if "*" not in value:
+            raise ConfigError(f'stage: a mapping needs "*" for the units that no other pattern names, got only {list(value)}')
+        return dict(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value not in STAGES:
+        raise ConfigError(f"stage: expected one of {sorted(STAGES)} or a mapping from unit patterns to them, got {value!r}")
+    return value
+
+
+def _precision(value: Any) -> Precision | None:
+    if value is None or isinstance(value, Precision):
+        return value
+    if isinstance(value, str) and value in PRECISIONS:
+        return PRECISIONS[value]
+    near = difflib.get_close_matches(str(value), PRECISIONS, 1)
+    raise ConfigError(f"precision: expected one of {list(PRECISIONS)} or zerodp.Precision(...), got {value!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(p, str) for p in patterns):
+        raise ConfigError(f"{name}: expected glob patterns over names, such as 'head.*', got {value!r}")
+    return patterns
+
+
+def _device(value: Any) -> torch.device:
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device: expected a torch.device or its name, got {value!r} ({error})") from None
+
+
+def _units(value: Any) -> Callable[..., Any] | tuple[Any, ...]:
+    if isinstance(value, type) or isinstance(value, str):
+        return (value,)
+    if callable(value):
+        return value  # type: ignore[no-any-return]
+    items = tuple(value)
+    for item in items:
+        if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, torch.nn.Module))):
+            raise ConfigError(f"units: expected module classes, glob patterns over module names, or a function (name, module) -> bool; got {item!r}")
+    return items

@@ -1,0 +1,292 @@
+"""Whole values outside passes: full parameters, gradients and state dicts, and the way back into the shards.
+
+Everything here is a collective: all ranks must call it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, ConfigError, ShardedError
+from .control import Kind
+from .norms import part
+from .runtime import Runtime
+from .unit import Flat, Unit
+
+Slice = slice
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    runtime = getattr(model, "_zerodp", None)
+    if not isinstance(runtime, Runtime):
+        raise ConfigError(f"expected a model that zerodp.shard returned, got a {type(model).__name__}")
+    return runtime
+
+
+def _units_of(target: nn.Module | Iterable[nn.Module]) -> tuple[Runtime, list[Unit], bool]:
+    """(runtime, the units that hold the parameters of these modules, whether these are all)."""
+    modules = [target] if isinstance(target, nn.Module) else list(target)
+    parameters = [p for module in modules for p in module.parameters()]
+    wheres = [p._zerodp for p in parameters if hasattr(p, "_zerodp")]
+    if not wheres or len(wheres) != len(parameters):
+        raise ConfigError("full_params: expected a model that zerodp.shard returned, or modules of it")
+    runtime = wheres[0].flat.unit.runtime
+    found = {where.flat.unit.index for where in wheres}
+    return runtime, [u for u in runtime.units if u.index in found], len(found) == len(runtime.units)
+
+
+@contextlib.contextmanager
+def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool = False) -> Iterator[None]:
+    """Full parameters on every rank inside; forward runs without collectives, so generation may differ in length.
+
+    With `write=True` what rank 0 has at the end is kept: it reaches the shards and masters, whose bits stay as they are
+    where nothing was edited.
+
+    Raises:
+        ShardedError: an edit without `write=True` (on every rank; the values are as before), or a call inside a pass.
+    """
+    runtime, units, everything = _units_of(model_or_modules)
+    if runtime.passes:
+        raise ShardedError("full_params() inside a forward or backward pass: parameters are gathered on use there")
+    runtime.control.require(Kind.FULL)
+    if write and any(unit.opened for unit in units):
+        raise ShardedError("full_params(write=True) inside another full_params() of the same parameters: ask for write=True on the outer one")
+    brought = [unit for unit in units if not unit.opened]
+    for unit in brought:
+        if unit.pages and not unit.present:
+            unit.launch()
+    for unit in units:
+        unit.show()
+        unit.holders += 1
+        unit.opened += 1
+    kept = {} if write else {flat: _own(flat, copy=True) for unit in brought for flat in unit.flats}
+    versions = [(p, p._version) for unit in brought for flat in unit.flats for p in flat.parameters]
+    runtime.open += everything
+    failing = True
+    try:
+        yield
+        failing = False
+    finally:
+        runtime.open -= everything
+        for unit in units:
+            unit.holders -= 1
+            unit.opened -= 1
+        if runtime.comm.broken is None and write:
+            _keep(runtime, brought)
+        elif runtime.comm.broken is None:
+            _drop(runtime, brought, kept, versions, failing)
+
+
+def _keep(runtime: Runtime, units: list[Unit]) -> None:
+    """Rank 0's edits into the shards of all ranks."""
+    for unit in units:
+        for flat in unit.flats:
+            commit(runtime, flat, _gathered(flat))
+    for unit in [*runtime.cache.clear(), *units]:
+        unit.free()
+
+
+def _drop(runtime: Runtime, units: list[Unit], kept: dict[Flat, list[Tensor]], versions: list[tuple[Any, int]], failing: bool) -> None:
+    """Give the pages back, and refuse edits: seen by their version, or (made through .data) by their values."""
+    edited = next((p._zerodp.name for p, version in versions if p._version != version), None)
+    edited = edited or next((name for flat, before in kept.items() if (name := _changed(flat, before)) is not None), None)
+    said = runtime.comm.exchange_objects(edited, "the end of full_params()")
+    edited = next((name for name in said if name is not None), None)
+    for unit in units:
+        if edited is not None:
+            runtime.cache.forget(unit)
+            for flat in unit.flats:
+                if flat.full is not None:  # its own part may be the master itself
+                    for mine, before in zip(_own(flat), kept[flat], strict=True):
+                        mine.copy_(before)
+                    for handle in flat.gather_into(flat.full, runtime.comm):
+                        handle.wait()
+        if unit.kept:
+            unit.hide()
+        else:
+            unit.free()
+    if edited is not None and not failing:
+        raise ShardedError(f"parameter {edited!r} was edited inside full_params() without write=True; the edit is dropped")
+
+
+def _gathered(flat: Flat) -> Tensor:
+    return flat.full if flat.full is not None else flat.slot.tensor  # type: ignore[union-attr]
+
+
+def _own(flat: Flat, copy: bool = False) -> list[Tensor]:
+    """This rank's part of each piece of the gathered flat; a copy only where it is the master itself."""
+    if copy and flat.shard[0].dtype == flat.param_dtype and flat.full is None:
+        return flat.shard  # the page is a copy already
+    whole = _gathered(flat)
+    parts = [whole[slice(*flat.layout.part(piece, flat.group.rank))] for piece in range(len(flat.shard))]
+    return [p.clone() for p in parts] if copy else parts
+
+
+def _changed(flat: Flat, before: list[Tensor]) -> str | None:
+    """The first parameter whose values on this rank's part differ from `before`."""
+    now = _own(flat)
+    for s in flat.segments:
+        if not same_bits(now[s.piece][s.offset : s.offset + s.numel], before[s.piece][s.offset : s.offset + s.numel]):
+            return flat.names[s.index]
+    return None
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.numel() else True
+
+
+def commit(runtime: Runtime, flat: Flat, whole: Tensor) -> None:
+    """Rank 0's `whole` [padded_numel] into the shards; elements that equal what the shard casts to keep the shard's bits."""
+    runtime.comm.broadcast(whole, flat.unit.name)
+    for piece, mine in enumerate(flat.shard):
+        new = whole[slice(*flat.layout.part(piece, flat.group.rank))]
+        if new.data_ptr() == mine.data_ptr():
+            continue
+        old = mine.to(new.dtype)
+        edited = old.view(_bits(old)) != new.contiguous().view(_bits(new))
+        mine.copy_(torch.where(edited, new.to(mine.dtype), mine))
+
+
+def _bits(tensor: Tensor) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+
+
+# ---- state dicts
+
+
+def whole_values(runtime: Runtime, flat: Flat) -> list[Tensor]:
+    """Full parameters of one flat, each in the dtype it had before `shard()`, from the masters (a collective)."""
+    if flat.full is not None and flat.full.dtype == flat.shard_dtype:
+        flat.wait()
+        whole = flat.full.clone()
+    else:
+        whole = torch.empty(flat.layout.padded_numel, dtype=flat.shard_dtype, device=runtime.arena.device)
+        for handle in flat.gather_into(whole, runtime.comm):
+            handle.wait()
+    return [flat.view_of(whole, i).to(dtype) for i, dtype in enumerate(flat.original_dtypes)]
+
+
+@contextlib.contextmanager
+def whole(runtime: Runtime) -> Iterator[None]:
+    """Inside, parameters (and floating-point buffers) are ordinary again, full and in their original dtypes."""
+    if runtime.passes:
+        raise ShardedError("state_dict() inside a forward or backward pass")
+    runtime.control.require(Kind.STATE)
+    for flat in runtime.flats():
+        flat.replace(whole_values(runtime, flat))
+    with runtime.original_buffers():
+        try:
+            yield
+        finally:
+            for flat in runtime.flats():
+                flat.restore(flat.unit.visible)
+            runtime.rearm()
+
+
+def load(runtime: Runtime, state_dict: Any, plainly: Callable[[], Any]) -> Any:
+    """Run torch's own load on whole parameters, then take what changed into the shards."""
+    problem, result = None, None
+    with whole(runtime):
+        before = {flat: [p.data.clone() for p in flat.parameters] for flat in runtime.flats()}
+        try:
+            result = plainly()
+        except RuntimeError as error:
+            problem = CheckpointError(str(error))
+        runtime.control.share(problem)
+        for flat, values in before.items():
+            for index, (parameter, old) in enumerate(zip(flat.parameters, values, strict=True)):
+                if not same_bits(parameter.data, old):
+                    _write(flat, index, parameter.data, old)
+        for flat in before:
+            flat.stale = True
+    runtime.refresh()
+    return result
+
+
+def _write(flat: Flat, index: int, new: Tensor, old: Tensor) -> None:
+    """This rank's segments of one parameter, where the value changed."""
+    numel = new.numel()
+    size, stride, _ = flat.shapes[index]
+    fresh, before = (torch.empty_strided(size, stride, dtype=v.dtype, device=v.device).copy_(v).as_strided((numel,), (1,)) for v in (new, old))
+    for segment in (s for s in flat.segments if s.index == index):
+        mine = flat.shard[segment.piece][segment.offset : segment.offset + segment.numel]
+        a, b = fresh[segment.start : segment.stop], before[segment.start : segment.stop]
+        mine.copy_(torch.where(a.view(_bits(a)) != b.view(_bits(b)), a.to(mine.dtype), mine))
+
+
+def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """The plain model's state dict on `device`, gathered unit by unit (a collective); `{}` on the other ranks by default."""
+    runtime = runtime_of(model)
+    if runtime.passes:
+        raise ShardedError("full_state_dict() inside a forward or backward pass")
+    runtime.control.require(Kind.STATE)
+    keeps = not rank0_only or runtime.comm.mesh.world.rank == 0
+    values: dict[int, Tensor] = {}
+    for flat in runtime.flats():
+        for parameter, value in zip(flat.parameters, whole_values(runtime, flat), strict=True):
+            if keeps:
+                values[id(parameter)] = value.to(device, copy=True)
+    if not keeps:
+        return {}
+    result: dict[str, Any] = {}
+    with runtime.original_buffers():
+        plain = runtime.plain_state_dict(keep_vars=True)
+    for key, value in plain.items():
+        result[key] = values.get(id(value), value.detach().to(device, copy=True) if isinstance(value, Tensor) and id(value) not in values else value)
+    return result
+
+
+# ---- gradients and shards
+
+
+def full_grads(model: nn.Module) -> dict[str, Tensor]:
+    """The reduced, unscaled gradients as the optimizer will see them, by name, on every rank (a collective)."""
+    runtime = runtime_of(model)
+    with_gradient = runtime.control.with_gradient(runtime.settle(Kind.GRADIENTS))
+    result: dict[str, Tensor] = {}
+    for flat in runtime.flats():
+        if flat.grad is None:
+            continue
+        some = flat.grad[0]
+        whole = torch.zeros(flat.layout.padded_numel, dtype=some.dtype, device=some.device)
+        for piece, mine in enumerate(flat.grad):
+            a, b = flat.layout.part(piece, flat.group.rank)
+            whole[a:b].copy_(mine)
+            runtime.comm.all_gather(whole[flat.layout.cuts[piece] : flat.layout.cuts[piece + 1]], flat.group, flat.unit.name).wait()
+        if flat.grad_scale != 1.0:
+            whole.div_(flat.grad_scale)
+        for index, name in enumerate(flat.names):
+            if index in with_gradient[flat]:
+                result[name] = flat.view_of(whole, index).clone()
+    order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    return dict(sorted(result.items(), key=lambda item: order.get(item[0], 0)))
+
+
+def local_shards(model: nn.Module, kind: str = "parameters") -> Iterator[tuple[str, Slice, Tensor]]:
+    """(name, slice of the flattened parameter in memory order, this rank's part of it), live: what is written there counts.
+
+    For "parameters" the parts are the masters, in the dtype the optimizer updates; for "gradients" the reduced gradients.
+    """
+    runtime = runtime_of(model)
+    if kind not in ("parameters", "gradients"):
+        raise ConfigError(f'local_shards: kind must be "parameters" or "gradients", got {kind!r}')
+    if kind == "gradients":
+        runtime.settle(Kind.GRADIENTS)
+    else:
+        runtime.lend()
+    return _local(runtime, kind)
+
+
+def _local(runtime: Runtime, kind: str) -> Iterator[tuple[str, Slice, Tensor]]:
+    for flat in runtime.flats():
+        for segment in flat.segments:
+            where = slice(segment.start, segment.stop)
+            if kind == "parameters":
+                yield flat.names[segment.index], where, flat.shard[segment.piece][segment.offset : segment.offset + segment.numel]
+            elif flat.grad is not None:
+                yield flat.names[segment.index], where, part(flat, segment)

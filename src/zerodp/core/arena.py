@@ -1,0 +1,136 @@
+"""The only place that makes large tensors. It reuses a few buffers for gathered memory and keeps a ledger by kind.
+
+ZeRO-R's constant-size buffers and defragmentation: slots are raw bytes, handed out by size and taken back, so that after the
+first step the same few buffers serve every unit. What it holds never exceeds the most that was in use at one time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state", "unsharded", "buckets")
+
+
+class Slot:
+    """A borrowed buffer: `tensor` is [numel] of the asked dtype, `views` a cache for whoever cuts it the same way each time."""
+
+    __slots__ = ("buffer", "tensor", "nbytes", "kind", "base", "views", "label", "address")
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.address = buffer.untyped_storage()._cdata  # identifies the storage to saved-tensor hooks
+        self.views: dict[Any, list[Tensor]] = {}
+
+    def lend(self, numel: int, dtype: torch.dtype, kind: str, label: str) -> Slot:
+        if not self.views or self.tensor.dtype != dtype or self.tensor.numel() != numel:
+            self.views = {}
+            self.tensor = self.buffer[: numel * dtype.itemsize].view(dtype)
+        self.nbytes, self.kind, self.label = numel * dtype.itemsize, kind, label
+        # Read, not assumed: how many references there are while nobody else looks at the buffer.
+        self.base = self.references()
+        return self
+
+    def cut(self, key: Any, shapes: list[tuple[torch.Size, tuple[int, ...], int]]) -> list[Tensor]:
+        """Views of (shape, stride, offset) each, kept under `key` for the next borrower with the same cut."""
+        views = self.views.get(key)
+        if views is None:
+            self.base -= sum(map(len, self.views.values()))
+            views = [self.tensor.as_strided(size, stride, offset) for size, stride, offset in shapes]
+            self.views = {key: views}
+            self.base += len(views)
+        return views
+
+    def references(self) -> int:
+        return torch._C._storage_Use_Count(self.address)
+
+    @property
+    def in_use(self) -> bool:
+        """Somebody still sees the buffer: an autograd graph, a tensor of the user, the engine for a moment."""
+        return self.references() > self.base
+
+
+class Arena:
+    """Slots and the ledger of one sharded model on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.idle: list[Slot] = []
+        self.limbo: list[Slot] = []
+        self.reserved = self.lent = self.lent_peak = 0
+        self.now = dict.fromkeys(KINDS, 0)
+        self.peak = dict.fromkeys(KINDS, 0)
+        self.total_peak = 0
+
+    # ---- slots: short-lived
+
+    def take(self, numel: int, dtype: torch.dtype, kind: str, label: str = "") -> Slot:
+        """Borrow a buffer of `numel` elements; its contents are arbitrary."""
+        self.settle()
+        needed = numel * dtype.itemsize
+        self.lent += needed
+        self.lent_peak = max(self.lent_peak, self.lent)
+        fitting = [s for s in self.idle if needed <= s.buffer.numel() <= 2 * needed]
+        if fitting:
+            slot = min(fitting, key=lambda s: (s.buffer.numel(), s.nbytes != needed))
+            self.idle.remove(slot)
+        else:
+            self._trim(needed)
+            with torch.inference_mode(False):  # or training could not use it later
+                slot = Slot(torch.empty(needed, dtype=torch.uint8, device=self.device))
+            self.reserved += needed
+        self.add(kind, needed)
+        return slot.lend(numel, dtype, kind, label)
+
+    def give(self, slot: Slot) -> None:
+        """Hand a slot back. While somebody still sees it, it waits in limbo: freeing too early is impossible."""
+        if slot.in_use:
+            self.limbo.append(slot)
+        else:
+            self.lent -= slot.nbytes
+            self.add(slot.kind, -slot.nbytes)
+            self.idle.append(slot)
+
+    def settle(self) -> None:
+        """Look again at the slots in limbo."""
+        if self.limbo:
+            waiting, self.limbo = self.limbo, []
+            for slot in waiting:
+                self.give(slot)
+
+    def pinned(self) -> list[tuple[str, int]]:
+        """(unit, bytes) of slots that were handed back while somebody still sees them."""
+        self.settle()
+        return [(slot.label, slot.nbytes) for slot in self.limbo]
+
+    def _trim(self, needed: int) -> None:
+        self.idle.sort(key=lambda s: s.buffer.numel())
+        while self.idle and self.reserved + needed > self.lent_peak:
+            self.reserved -= self.idle.pop().buffer.numel()
+
+    # ---- long-lived memory
+
+    def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
+        with torch.inference_mode(False):
+            tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        self.add(kind, tensor.nbytes)
+        return tensor
+
+    def release(self, nbytes: int, kind: str) -> None:
+        """Of a tensor from `allocate`, whose last reference the caller drops."""
+        self.add(kind, -nbytes)
+
+    # ---- ledger
+
+    def add(self, kind: str, nbytes: int) -> None:
+        self.now[kind] += nbytes
+        if nbytes > 0:
+            self.peak[kind] = max(self.peak[kind], self.now[kind])
+            self.total_peak = max(self.total_peak, sum(self.now.values()))
+
+    def reset_peaks(self) -> None:
+        self.peak = dict(self.now)
+        self.total_peak = sum(self.now.values())
+        self.lent_peak = self.lent

@@ -1,0 +1,182 @@
+"""The ranks' small messages: what each one did and wants, compared before anything depends on it.
+
+Every rank sends the same sequence of equally long messages; a difference in kind or fingerprint is a `RankMismatchError`
+on all of them. Ends of passes are sent without waiting and looked at before the next message.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import errors
+from .comm import Comm, Handle
+from .schedule import Pass, number_of
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+    from .unit import Flat
+
+BITS = 62
+
+
+class Kind(enum.IntEnum):
+    FORWARD = 1
+    BACKWARD = 2
+    EXTRA = 3
+    ORDER = 4
+    STEP = 5
+    CLIP = 6
+    GRADIENTS = 7
+    FULL = 8
+    STATE = 9
+    LENT = 10
+
+
+SAYS = {
+    Kind.FORWARD: "ended a forward pass of {}",
+    Kind.BACKWARD: "ended a backward pass after {}",
+    Kind.EXTRA: "needs unit {} once more",
+    Kind.ORDER: "began its first backward pass of this kind",
+    Kind.STEP: "called optimizer.step()",
+    Kind.CLIP: "called clip_grad_norm_()",
+    Kind.GRADIENTS: "reads full gradients",
+    Kind.FULL: "gathers full parameters",
+    Kind.STATE: "gathers or loads a state dict",
+    Kind.LENT: "begins a pass after local_shards()",
+}
+
+
+class Control:
+    """Messages of one model. Columns: kind, argument, fingerprint, launches, then the flags below, then two masks."""
+
+    MISSED, ARRIVED, WAITING, OVERFLOW = 4, 5, 6, 7
+    UNITS, GRADIENTS = "units", "gradients"
+
+    def __init__(self, runtime: Runtime, comm: Comm, compares: bool) -> None:
+        self.runtime, self.comm, self.compares = runtime, comm, compares
+        self.pending: list[tuple[Handle, tuple[Any, ...]]] = []
+        self.numbers: dict[int, str] = {}
+        self.flats = list(runtime.flats())
+        num_units, num_parameters = len(runtime.units), sum(len(flat.parameters) for flat in self.flats)
+        self.columns = {self.UNITS: (8, num_units), self.GRADIENTS: (8 + _words(num_units), num_parameters)}
+        self.width = 8 + _words(num_units) + _words(num_parameters)
+
+    # ---- sending
+
+    def post(self, kind: Kind, done: Pass) -> None:
+        """Tell the others that a pass ended; looked at before the next message."""
+        if self.comm.broken is not None:
+            return
+        number = number_of(done.key)
+        self.numbers[number] = repr(_entry(done.key))
+        message = self._message(kind, number)
+        message[self.MISSED], message[self.ARRIVED] = done.missed, done.arrived
+        self.pending.append((self.comm.exchange(message, "the other ranks' end of the pass"), done.key))
+
+    def require(self, kind: Kind, argument: int = 0, overflow: bool = False) -> Tensor:
+        """All ranks must be at this point. The result is their messages, [world size, width]."""
+        self.look()
+        message = self._message(kind, argument)
+        message[self.OVERFLOW] = overflow
+        handle = self.comm.exchange(message, f"the other ranks to be where this one is, which {self._says(message)}")
+        rows = handle.wait()
+        self._compare(rows)
+        return rows  # type: ignore[no-any-return]
+
+    def look(self) -> None:
+        """Check what the ranks said at the ends of passes, and agree on a new order where one was missed."""
+        pending, self.pending = self.pending, []
+        for handle, key in pending:
+            rows = handle.wait()
+            self._compare(rows)
+            if bool(rows[:, self.MISSED].any()):
+                self.runtime.revise(key, bool(rows[:, self.ARRIVED].any()))
+
+    def _message(self, kind: Kind, argument: int) -> Tensor:
+        fingerprint = self.runtime.fingerprint
+        waiting = sum(1 << unit.index for unit in self.runtime.units if any(flat.bucket is not None for flat in unit.flats))
+        row = [int(kind), argument, fingerprint.value, fingerprint.launches, 0, 0, int(waiting > 0), 0]
+        row += _split(waiting, self.columns[self.UNITS][1])
+        gradients = position = 0
+        if kind in (Kind.STEP, Kind.GRADIENTS):  # only these read this mask
+            for flat in self.flats:
+                for index in flat.has_grad:
+                    gradients |= 1 << (position + index)
+                position += len(flat.parameters)
+        row += _split(gradients, self.columns[self.GRADIENTS][1])
+        return torch.tensor(row, dtype=torch.int64)
+
+    def share(self, error: Exception | None) -> None:
+        """A mistake found on one rank is raised on all of them, before anything is changed."""
+        said = self.comm.exchange_objects(None if error is None else [type(error).__name__, str(error)], "the verdict of all ranks")
+        share_verdict(said, error)
+
+    # ---- reading
+
+    def mask(self, rows: Tensor, which: str) -> int:
+        """Bits set by any rank."""
+        start, count = self.columns[which]
+        words = rows[:, start : start + _words(count)].tolist()
+        value = 0
+        for row in words:
+            for i, word in enumerate(row):
+                value |= word << (BITS * i)
+        return value
+
+    def with_gradient(self, rows: Tensor) -> dict[Flat, set[int]]:
+        """Per flat, the parameters that have a gradient on any rank."""
+        mask, found = self.mask(rows, self.GRADIENTS), {}
+        for flat in self.flats:
+            found[flat] = {index for index in range(len(flat.parameters)) if mask >> index & 1}
+            mask >>= len(flat.parameters)
+        return found
+
+    def _compare(self, rows: Tensor) -> None:
+        if not self.compares or bool((rows[:, :4] == rows[0, :4]).all()):
+            return
+        said = [self._says(row) for row in rows]
+        if len(set(said)) == 1:
+            said = [f"{text} after {int(row[3])} collectives" for text, row in zip(said, rows, strict=True)]
+            if len(set(said)) == 1:
+                said = [f"{text} (fingerprint {int(row[2]):x})" for text, row in zip(said, rows, strict=True)]
+        lines = "; ".join(f"rank {rank} {text}" for rank, text in enumerate(said))
+        raise self.comm.mismatch(
+            f"the ranks did different things: {lines}. Last on this rank: {self.runtime.last_event()}. Every rank must run the same number of "
+            "forward and backward passes and steps in the same order; inside zerodp.full_params() forward passes need not match"
+        )
+
+    def _says(self, row: Tensor) -> str:
+        kind, argument = Kind(int(row[0])), int(row[1])
+        what = self.numbers.get(argument, "another module")
+        if kind == Kind.EXTRA:
+            what = repr(self.runtime.units[argument].name)
+        return SAYS[kind].format(what)
+
+
+def _entry(key: tuple[Any, ...]) -> str:
+    """The module that a pass entered, in words."""
+    if key[0] == "forward":
+        return key[1] or "the model"
+    return ", ".join(dict.fromkeys(_entry(entered) for entered in key[1])) or "the model"
+
+
+def _words(count: int) -> int:
+    return -(-count // BITS)
+
+
+def _split(value: int, count: int) -> list[int]:
+    return [(value >> (BITS * i)) & ((1 << BITS) - 1) for i in range(_words(count))]
+
+
+def share_verdict(said: list[Any], own: Exception | None) -> None:
+    """Raise the first rank's error on every rank; `said` is [type name, text] or None per rank."""
+    first = next(((rank, verdict) for rank, verdict in enumerate(said) if verdict is not None), None)
+    if first is None:
+        return
+    rank, (kind, text) = first
+    everywhere = all(verdict == said[0] for verdict in said)
+    raise getattr(errors, kind, errors.ZeroError)(text if everywhere else f"rank {rank}: {text}") from own

@@ -1,0 +1,75 @@
+"""Is this optimizer elementwise? Found out by trying it: on a matrix whole, and on the same matrix in flat parts.
+
+Optimizers that need whole matrices (Muon, Adafactor, LAMB, Shampoo) give something else, or an error, for the parts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from .layout import ALIGN
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        ConfigError: the optimizer's update of a part depends on the rest of its tensor.
+    """
+    name = type(optimizer).__name__
+    refusal = (
+        f"{name} is not elementwise: its update of a part of a matrix depends on the whole, so it cannot run on shards. Use an elementwise "
+        "optimizer such as AdamW, SGD, Adagrad, RMSprop, NAdam or Lion"
+    )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(refusal)
+    for group in optimizer.param_groups:
+        try:
+            whole = _trial(optimizer, group, parts=False)
+        except Exception:  # noqa: BLE001  (an optimizer that cannot be tried says nothing about itself)
+            continue
+        try:
+            parts = _trial(optimizer, group, parts=True)
+        except Exception as error:  # noqa: BLE001
+            raise ConfigError(f"{refusal} ({type(error).__name__}: {error})") from None
+        if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-7):
+            raise ConfigError(refusal)
+
+
+def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parts: bool) -> Tensor:
+    """Two steps of a copy of the optimizer over a matrix of its own, whole or cut."""
+    device = next((p.device for p in group["params"]), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    numel = 4 * ALIGN
+    values, *gradients = (torch.randn(numel, generator=generator).to(device) for _ in range(3))
+    shape = (4, ALIGN)
+    cuts = [slice(0, ALIGN), slice(ALIGN, numel)] if parts else [slice(0, numel)]
+    parameters = [nn.Parameter(values[c].clone() if parts else values.view(shape).clone()) for c in cuts]
+    trial = copy.copy(optimizer)
+    trial.__dict__ = {**optimizer.__dict__, "state": defaultdict(dict)}
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        trial.__dict__[hooks] = OrderedDict()
+    trial.__dict__.pop("step", None)
+    lr = group.get("lr", 0.0)
+    trial.param_groups = [{**group, "params": parameters, **({"lr": 0.01} if "lr" in group and not lr else {})}]
+    for state in optimizer.state.values():
+        if state:  # made in the constructor: give the trial the same kind of start
+            for parameter in parameters:
+                trial.state[parameter] = {k: _like(v, parameter) for k, v in state.items()}
+            break
+    for gradient in gradients:
+        for parameter, c in zip(parameters, cuts, strict=True):
+            parameter.grad = gradient[c].clone() if parts else gradient.view(shape).clone()
+        trial.step()
+    return torch.cat([p.detach().reshape(-1) for p in parameters])
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.dim() == 0 else torch.full_like(parameter, float(value.float().mean()))

@@ -1,0 +1,236 @@
+"""The model's side: the mixin that its class gains, and the module hooks that make paging fast."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Precision
+from ..errors import ConfigError, ShardedError
+from . import access
+from .runtime import Runtime
+from .unit import Flat
+from .optimizer import zero_grad as drop_gradients
+
+
+class ShardedModule(nn.Module):
+    """Mixin of the class that `zerodp.shard` gives the model."""
+
+    _zerodp: Runtime
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes that begin inside keep their gradients whole on this rank; the next one outside reduces them all."""
+        runtime = self._zerodp
+        before, runtime.synchronizes = runtime.synchronizes, False
+        try:
+            yield
+        finally:
+            runtime.synchronizes = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients (or set those that exist to zero), reduced or not."""
+        drop_gradients(self._zerodp, set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Full tensors under the plain model's keys, in the dtypes from before `shard()` (a collective)."""
+        with access.whole(self._zerodp):
+            return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Take a full state dict, the same on every rank (a collective).
+
+        Raises:
+            ConfigError: `assign=True`, which would replace the parameters.
+            CheckpointError: keys or shapes that do not fit, with both shapes; nothing is changed then.
+        """
+        if assign:
+            raise ConfigError("load_state_dict(assign=True) would replace sharded parameters by new ones; use assign=False")
+        return access.load(self._zerodp, state_dict, lambda: super(ShardedModule, self).load_state_dict(state_dict, strict=strict))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for flat in self._zerodp.flats():
+            probe = torch.empty(0, dtype=flat.param_dtype, device=self._zerodp.arena.device)
+            moved = fn(probe)
+            if moved.dtype != probe.dtype or moved.device != probe.device:
+                raise ShardedError(
+                    f"the sharded model computes in {probe.dtype} on {probe.device} and cannot be turned into {moved.dtype} on {moved.device}: "
+                    "choose precision= and device= in zerodp.shard, or zerodp.unshard(model) first"
+                )
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ShardedError("deepcopy of a sharded model: copy it before shard(), or load zerodp.full_state_dict(model) into a fresh one")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardedError("pickling of a sharded model: save model.state_dict() instead")
+
+
+def install(model: nn.Module, runtime: Runtime, precision: Precision | None) -> list[Any]:
+    """Hook what may begin a pass or uses a unit: every module with parameters that is not strictly inside a unit.
+
+    The result are handles that undo it. Modules inside a unit stay free of hooks, so that torch.compile sees whole blocks.
+    """
+    handles: list[Any] = []
+    guard = Guard(model, runtime)
+    hooks = Hooks(runtime, guard, precision)
+    inside: set[int] = set()
+    for unit in runtime.units:
+        if unit.module is not None and unit.module is not model:
+            inside |= {id(m) for m in unit.module.modules()} - {id(unit.module)}
+    for module in model.modules():
+        is_unit = module in runtime.unit_of
+        if (is_unit or id(module) not in inside) and any(True for _ in module.parameters()):
+            handles.append(module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(hooks.after, always_call=True))
+        if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+            # its fast path looks into the first layer before calling it
+            handles.append(module.register_forward_pre_hook(hooks.look_ahead(next(iter(module.layers)))))
+    def rearm() -> None:
+        for flat in runtime.flats():
+            for _, hook in flat.nodes:
+                hook.remove()  # the node lives on where the dtype did not change
+            flat.nodes.clear()
+            for index, parameter in enumerate(flat.parameters):
+                if parameter.is_floating_point():
+                    arm(runtime, flat, index)
+
+    rearm()
+    runtime.rearm = rearm
+    runtime.plain_state_dict = super(ShardedModule, model).state_dict  # type: ignore[arg-type]
+    return handles
+
+
+def arm(runtime: Runtime, flat: Flat, index: int) -> None:
+    """Hang the reducer on the parameter's AccumulateGrad node, which runs after all hooks of the user, however late they came."""
+    parameter = flat.parameters[index]
+    needs = parameter.requires_grad
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        parameter.requires_grad_(True)
+        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        parameter.requires_grad_(needs)
+
+    @torch._dynamo.disable
+    def accumulated(*_: Any) -> None:
+        runtime.arrived(flat, index, parameter)
+
+    flat.nodes.append((node, node.register_hook(accumulated)))
+
+
+class Hooks:
+    """The hook functions of one model."""
+
+    def __init__(self, runtime: Runtime, guard: Guard, precision: Precision | None) -> None:
+        self.runtime, self.guard, self.precision = runtime, guard, precision
+        self.autocast_cache: bool | None = None
+
+    @torch._dynamo.disable
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.runtime.passes:
+            self.guard.check()
+        if not self.runtime.enter(module):
+            return None
+        if torch.is_autocast_enabled(self.runtime.arena.device.type):
+            # the cache would hold a cast copy of every unit's parameters
+            self.autocast_cache = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
+        if self.precision is not None and self.precision.cast_inputs:
+            return cast(args, self.precision.param_dtype), cast(kwargs, self.precision.param_dtype)
+        return None
+
+    @torch._dynamo.disable
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.runtime.leave(module):
+            return None
+        if self.autocast_cache is not None:
+            torch.set_autocast_cache_enabled(self.autocast_cache)
+            self.autocast_cache = None
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self.runtime.begin_backward)
+        if self.precision is not None and self.precision.output_dtype is not None:
+            return cast(output, self.precision.output_dtype)
+        return None
+
+    def look_ahead(self, layer: nn.Module) -> Any:
+        parameters = list(layer.parameters())
+
+        @torch._dynamo.disable
+        def demand(module: nn.Module, args: Any) -> None:
+            for parameter in parameters:
+                self.runtime.demand(parameter._zerodp.flat.unit)
+
+        return demand
+
+
+class Guard:
+    """Notices that modules or parameters were added, removed or replaced since `shard()`, at the next forward."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.modules = [(name, module, len(module._parameters), len(module._modules)) for name, module in model.named_modules()]
+        self.children = [(name, m._modules, key, child) for name, m in model.named_modules() for key, child in m._modules.items()]
+        self.slots = [(name, m._parameters, key, p) for name, m in model.named_modules() for key, p in m._parameters.items() if p is not None]
+
+    def check(self) -> None:
+        for name, module, num_parameters, num_modules in self.modules:
+            if len(module._parameters) != num_parameters or len(module._modules) != num_modules:
+                self._refuse(name, "has other parameters or submodules")
+        for name, modules, key, child in self.children:
+            if modules.get(key) is not child:
+                self._refuse(f"{name}.{key}" if name else key, "is another module")
+        for name, parameters, key, parameter in self.slots:
+            if parameters.get(key) is not parameter:
+                self._refuse(f"{name}.{key}" if name else key, "is another Parameter")
+
+    def _refuse(self, name: str, what: str) -> None:
+        raise ShardedError(
+            f"{name or 'the model'!r} {what} than when the model was sharded, so it would not be trained. Change the model before shard(), "
+            "edit values inside zerodp.full_params(model, write=True), or zerodp.unshard(model), change it and shard it again"
+        )
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors of a nested value, in `dtype`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast(item, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        done = {key: cast(item, dtype) for key, item in value.items()}
+        return done if type(value) is dict else _refilled(value, done)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{f.name: cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init})
+    return value
+
+
+def _refilled(original: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+    """Mappings of other classes (a transformers ModelOutput) keep their class."""
+    try:
+        return type(original)(**values)
+    except TypeError:
+        original.update(values)
+        return original
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors of a nested output: containers, dataclasses and plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif depth < 4 and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from tensors_in(item, depth + 1)

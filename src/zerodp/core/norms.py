@@ -1,0 +1,64 @@
+"""Norms of the sharded gradients. Blocks of 64 elements are reduced alike however the shards are cut; their sum is in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .layout import ALIGN, Segment
+
+if TYPE_CHECKING:
+    from .optimizer import Engine
+    from .unit import Flat
+
+
+def part(flat: Flat, segment: Segment) -> Tensor:
+    """The reduced gradient of a segment, a view."""
+    assert flat.grad is not None
+    return flat.grad[segment.piece][segment.offset : segment.offset + segment.numel]
+
+
+def _parts(engine: Engine) -> list[tuple[Flat, Tensor]]:
+    return [(s.flat, part(s.flat, s.segment)) for s in engine if s.flat.grad is not None and s.numel()]
+
+
+def total_norm(engine: Engine, p: float) -> float:
+    """The global p-norm of the unscaled gradients, the same on all ranks (a collective)."""
+    powers = [_power(tensor, p) * (flat.grad_scale ** -(p if p != math.inf else 1.0)) for flat, tensor in _parts(engine) if _counts(flat)]
+    mine = torch.stack(powers) if powers else torch.zeros(1, dtype=torch.float64)
+    mine = mine.max() if p == math.inf else mine.sum()
+    rows = engine.runtime.comm.exchange(mine.reshape(1).cpu(), "the gradient norm").wait()[:, 0]
+    total = float(rows.max() if p == math.inf else rows.sum())
+    if p != math.inf:
+        total = total ** (1.0 / p)
+    # fp32 is what gradients know; it also takes away the last bits, in which float64 sums of other cuts may differ
+    return float(torch.tensor(total, dtype=torch.float32)) if math.isfinite(total) else total
+
+
+def _counts(flat: Flat) -> bool:
+    """Each element of the global gradient counts once: replicas leave theirs to the first of them."""
+    return flat.replicas.rank == 0
+
+
+def _power(tensor: Tensor, p: float) -> Tensor:
+    """sum(|x|^p), or max(|x|), in float64."""
+    whole = tensor.numel() // ALIGN * ALIGN
+    norms = [torch.linalg.vector_norm(tensor[:whole].view(-1, ALIGN), p, dim=1, dtype=torch.float32)] if whole else []
+    if whole < tensor.numel():
+        norms.append(torch.linalg.vector_norm(tensor[whole:], p, dtype=torch.float32).reshape(1))
+    blocks = torch.cat(norms).double() if len(norms) > 1 else norms[0].double()
+    return blocks.max() if p == math.inf else blocks.pow_(p).sum()
+
+
+def scale_gradients(engine: Engine, factor: float) -> None:
+    if factor != 1.0:
+        for _, tensor in _parts(engine):
+            tensor.mul_(factor)
+
+
+def overflows(engine: Engine) -> bool:
+    """Whether this rank's reduced gradients hold an infinity or NaN."""
+    return any(not math.isfinite(float(_power(tensor, math.inf))) for _, tensor in _parts(engine))

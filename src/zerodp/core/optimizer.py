@@ -1,0 +1,285 @@
+"""The user's own optimizer over this rank's segments.
+
+Its groups are rewritten in place, so settings, schedulers and hooks go on working; `step()` brings the gradients, agrees
+with the other ranks whether to step, and sends the new parameters on their way. It knows flats, not hooks or passes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, ShardedError
+from . import norms, optimizer_state
+from .control import Control, Kind
+from .layout import Segment
+from .parameter import grad_of, set_grad
+from .precision import LossScaler
+from .runtime import Runtime
+from .unit import Flat
+
+
+class SegmentParameter(nn.Parameter):
+    """A parameter's part inside this rank's shard, [numel] in memory order; what the optimizer updates."""
+
+    flat: Flat
+    segment: Segment
+    engine: Engine
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """Inside `step()` what the step was given; outside, this segment's part of the reduced gradient, live."""
+        given = grad_of(self)
+        if given is not None or self.engine.stepping:
+            return given  # type: ignore[no-any-return]
+        self.engine.runtime.reducer.drain()
+        return None if self.flat.grad is None else norms.part(self.flat, self.segment)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        set_grad(self, value)
+
+    @property
+    def full_name(self) -> str:
+        return self.flat.names[self.segment.index]
+
+
+class Engine:
+    """What a `ShardedOptimizer` has beside what its own class has."""
+
+    def __init__(self, runtime: Runtime, scaler: LossScaler) -> None:
+        self.runtime, self.scaler = runtime, scaler
+        self.segments: dict[tuple[Flat, int], list[SegmentParameter]] = {}  # (flat, parameter) -> its segments here
+        self.skipped_steps = 0
+        self.last_step_skipped = False
+        self.grad_scaler: Any = None  # a torch.amp.GradScaler that drives the next step
+        self.stepping = False
+        self.members: list[list[tuple[Flat, int]]] = []  # per group: its parameters, whether this rank has a segment or not
+
+    def segments_of(self, flat: Flat, index: int) -> list[SegmentParameter]:
+        if (flat, index) not in self.segments:
+            made = []
+            for segment in (s for s in flat.segments if s.index == index):
+                piece = flat.shard[segment.piece]
+                one = SegmentParameter(piece[segment.offset : segment.offset + segment.numel], requires_grad=False)
+                one.flat, one.segment, one.engine = flat, segment, self
+                one.requires_grad_(piece.is_floating_point() and flat.parameters[index].requires_grad)
+                made.append(one)
+            self.segments[(flat, index)] = made
+            flat.optimized = True
+        return self.segments[(flat, index)]
+
+    def __iter__(self) -> Iterator[SegmentParameter]:
+        return (segment for segments in self.segments.values() for segment in segments)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Mixin of the class that `zerodp.shard` gives the optimizer; see `docs/` and the contract for its use."""
+
+    _zerodp: Engine
+
+    # ---- the user's side
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that `backward(loss)` puts on the loss; 1.0 where precision needs none."""
+        return self._zerodp.scaler.scale
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._zerodp.skipped_steps
+
+    @property
+    def last_step_skipped(self) -> bool:
+        return self._zerodp.last_step_skipped
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """`loss.backward(**options)`, with the loss scaled where the precision asks for it."""
+        engine = self._zerodp
+        runtime, scale = engine.runtime, engine.scaler.scale
+        runtime.reducer.loss_scale, runtime.scaled_backward = scale, True
+        try:
+            (loss * scale if engine.scaler.active else loss).backward(**options)
+        finally:
+            runtime.scaled_backward = False
+            runtime.reducer.loss_scale = 1.0
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale the gradients down to a global norm of at most `max_norm`, and return the norm before (a collective).
+
+        Raises:
+            ConfigError: a norm type that is not above 0.
+        """
+        if not norm_type > 0:
+            raise ConfigError(f"clip_grad_norm_: norm_type must be above 0 (1, 2, 3, inf, ...), got {norm_type!r}")
+        engine = self._zerodp
+        engine.runtime.settle(Kind.CLIP)
+        total = norms.total_norm(engine, float(norm_type))
+        norms.scale_gradients(engine, min(float(max_norm) / (total + 1e-6), 1.0))
+        return total
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients (or set those that exist to zero)."""
+        zero_grad(self._zerodp.runtime, set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of this rank's segments, or a skipped step that all ranks agree on (a collective)."""
+        engine = self._zerodp
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._opt_called = True  # what LR schedulers look at
+        runtime = engine.runtime
+        if engine.scaler.active and runtime.unscaled_backwards and engine.grad_scaler is None:
+            runtime.unscaled_backwards = 0
+            raise ShardedError("fp16 needs a scaled loss: call optimizer.backward(loss) instead of loss.backward()")
+        runtime.unscaled_backwards = 0
+        runtime.reducer.drain()
+        overflow = engine.scaler.active and norms.overflows(engine)
+        rows = runtime.settle(Kind.STEP, overflow)
+        overflow = bool(rows[:, Control.OVERFLOW].any())
+        engine.last_step_skipped = overflow
+        engine.skipped_steps += overflow
+        if not overflow:
+            with torch.no_grad():
+                self._update(rows)
+            runtime.stepped()
+        if engine.grad_scaler is None:
+            engine.scaler.update(overflow)
+        engine.grad_scaler = None
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters; their segments go in."""
+        engine: Engine | None = self.__dict__.get("_zerodp")
+        if engine is None:
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        given = [given] if isinstance(given, Tensor) else list(given)
+        members = self._members([p[1] if isinstance(p, tuple) else p for p in given])
+        taken = {member for group in engine.members for member in group}
+        for flat, index in members:
+            if (flat, index) in taken:
+                raise ConfigError(f"parameter {flat.names[index]!r} is already in a group of the optimizer")
+        super().add_param_group({**param_group, "params": [s for m in members for s in engine.segments_of(*m)]})
+        engine.members.append(members)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The full state by parameter name, on every rank (a collective)."""
+        return optimizer_state.full_state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Take a full state: this library's by name, or plain torch's by index in the order of the groups (a collective)."""
+        optimizer_state.load_full_state(self, state_dict)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ShardedError("deepcopy of a sharded optimizer: use optimizer.state_dict() instead")
+
+    # ---- inside
+
+    def _members(self, parameters: list[Any]) -> list[tuple[Flat, int]]:
+        found = []
+        for parameter in parameters:
+            where = getattr(parameter, "_zerodp", None)
+            if where is None or where.flat.unit.runtime is not self._zerodp.runtime:
+                raise ConfigError(f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the sharded model")
+            found.append((where.flat, where.index))
+        return found
+
+    def _update(self, rows: Tensor) -> None:
+        """Give every segment whose parameter has a gradient on any rank its part, and let the optimizer's own step run."""
+        engine = self._zerodp
+        with_gradient = engine.runtime.control.with_gradient(rows)
+        casts = []
+        for flat in engine.runtime.flats():
+            for index in range(len(flat.parameters)):
+                for segment in engine.segments.get((flat, index), ()):
+                    segment.grad = None
+                    if flat.grad is not None and index in with_gradient[flat]:
+                        part = norms.part(flat, segment.segment)
+                        if part.dtype == segment.dtype and flat.grad_scale == 1.0:
+                            segment.grad = part
+                        else:
+                            casts.append((flat, segment, part))
+            flat.stale = flat.optimized
+        if casts:
+            self._step_in_windows(casts)
+        else:
+            self._own_step()
+
+    def _own_step(self) -> None:
+        self._zerodp.stepping = True
+        try:
+            super().step()
+        finally:
+            self._zerodp.stepping = False
+
+    def _step_in_windows(self, casts: list[tuple[Flat, SegmentParameter, Tensor]]) -> None:
+        """Gradients that rest in another dtype are cast for one flat at a time, so that no full-size copy appears.
+
+        Every window sees the groups' own settings as before the step, so it counts as one step for the optimizer too.
+        """
+        engine = self._zerodp
+        all_params = [group["params"] for group in self.param_groups]
+        before = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        windows: list[Flat | None] = list(dict.fromkeys(flat for flat, _, _ in casts))
+        plain = [s for s in engine if s.grad is not None]
+        if plain:
+            windows.append(None)
+        try:
+            for window in windows:
+                mine = set(map(id, plain)) if window is None else set()
+                slots = []
+                for flat, segment, part in casts:
+                    if flat is window:
+                        slot = engine.runtime.arena.take(part.numel(), segment.dtype, "buckets", flat.unit.name)
+                        slots.append((slot, segment))
+                        segment.grad = slot.tensor.copy_(part).div_(flat.grad_scale)
+                        mine.add(id(segment))
+                for group, params, settings in zip(self.param_groups, all_params, before, strict=True):
+                    group.update(settings)
+                    group["params"] = [p for p in params if id(p) in mine]
+                self._own_step()
+                for slot, segment in slots:
+                    segment.grad = None
+                    engine.runtime.arena.give(slot)
+        finally:
+            for group, params in zip(self.param_groups, all_params, strict=True):
+                group["params"] = params
+
+    # ---- torch.amp.GradScaler
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks this just before it decides alone whether to step: the moment to let all ranks decide alike.
+
+        See docs/design/optimizer.md, "GradScaler".
+        """
+        scaler = sys._getframe(1).f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            self._zerodp.grad_scaler = scaler
+            if scaler._per_optimizer_states[id(self)]["stage"].name == "READY":
+                scaler.unscale_(self)
+            found = scaler._per_optimizer_states[id(self)]["found_inf_per_device"]
+            device = self._zerodp.runtime.arena.device
+            mine = sum(float(value) for value in found.values())
+            everyone = self._zerodp.runtime.comm.exchange(torch.tensor([mine], dtype=torch.float64), "the overflow verdict of GradScaler").wait()
+            found[device] = torch.full((), float(everyone.sum() > 0), dtype=torch.float32, device=device)
+            if bool(everyone.sum() > 0):
+                self._zerodp.last_step_skipped = True
+                self._zerodp.skipped_steps += 1
+                self._zerodp.grad_scaler = None
+        return False
+
+
+def zero_grad(runtime: Runtime, set_to_none: bool) -> None:
+    """Of all parameters of the model, reduced or waiting."""
+    runtime.reducer.clear(runtime.flats(), keep_zeros=not set_to_none)

@@ -1,0 +1,153 @@
+"""Use is the fault: while a parameter is sharded, its class traps every use of its values.
+
+A parameter keeps its identity for life. Only its `.data` and its `__class__` change: gathered, it is what the user made;
+hidden, its data is one NaN viewed at the full shape and its class is a twin that lets metadata through and turns any other
+use into a page fault, which the runtime answers by gathering the unit or by raising `ShardedError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ShardedError
+
+if TYPE_CHECKING:
+    from .unit import Flat
+
+_getters = ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized",
+            "grad_fn", "names", "retains_grad", "_version", "output_nr", "is_mkldnn", "is_nested", "is_xpu", "is_mps", "itemsize", "nbytes", "_post_accumulate_grad_hooks", "_backward_hooks", "grad_dtype")  # fmt: skip
+_methods = ("size", "dim", "numel", "nelement", "element_size", "get_device", "is_floating_point", "is_complex", "is_signed", "requires_grad_",
+            "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__", "ndimension", "_is_view", "type")  # fmt: skip
+SAFE: set[Any] = {torch.is_floating_point, torch.is_complex, torch.numel}
+for _name in _getters:
+    _descriptor = getattr(Tensor, _name, None)
+    for _access in ("__get__", "__set__"):
+        if hasattr(_descriptor, _access):
+            SAFE.add(getattr(_descriptor, _access))
+SAFE.update(getattr(Tensor, name) for name in _methods)
+
+data_of = Tensor.data.__get__  # type: ignore[attr-defined]
+grad_of = Tensor.grad.__get__  # type: ignore[attr-defined]
+set_grad = Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+class Where:
+    """A parameter's place: `index` in `flat`. Its only attribute of ours, so the parameter itself holds no state."""
+
+    __slots__ = ("flat", "index")
+
+    def __init__(self, flat: Flat, index: int) -> None:
+        self.flat, self.index = flat, index
+
+    @property
+    def name(self) -> str:
+        return self.flat.names[self.index]
+
+
+class Sharded:
+    """Mixin of every twin class."""
+
+    _zerodp: Where
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in SAFE:
+            for parameter in _sharded_in(args, kwargs):
+                fault(parameter, getattr(func, "__name__", str(func)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def stride(self, dim: int | None = None) -> Any:
+        strides = self._zerodp.flat.shapes[self._zerodp.index][1]
+        return strides if dim is None else strides[dim]
+
+    def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
+        size, strides, _ = self._zerodp.flat.shapes[self._zerodp.index]
+        return torch.empty_strided(size, strides, device="meta").is_contiguous(memory_format=memory_format)
+
+    @property
+    def data(self) -> Tensor:
+        fault(self, "data")
+        return _plainly(data_of, self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise ShardedError(
+            f"assigning .data of parameter {self._zerodp.name!r} would bypass the shards of its unit {self._zerodp.flat.unit.name!r}; "
+            "edit it inside 'with zerodp.full_params(model, write=True):'"
+        )
+
+    @property
+    def grad(self) -> Tensor | None:
+        grad = _plainly(grad_of, self)
+        if grad is None and self._zerodp.index in self._zerodp.flat.has_grad:
+            raise ShardedError(
+                f"the gradient of parameter {self._zerodp.name!r} has been reduced into the ranks' shards; use zerodp.full_grads(model) or "
+                "zerodp.local_shards(model, kind='gradients') to read it, and optimizer.clip_grad_norm_(max_norm) to clip. An optimizer "
+                "must be passed to zerodp.shard(model, optimizer) to see the gradients"
+            )
+        return grad  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise ShardedError(f"the gradient of parameter {self._zerodp.name!r} lives in shards; write it through zerodp.local_shards(model, kind='gradients')")
+        self._zerodp.flat.unit.runtime.reducer.forget(self._zerodp.flat, self._zerodp.index)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ShardedError(f"deepcopy of sharded parameter {self._zerodp.name!r}: copy the model before shard(), or load zerodp.full_state_dict(model) into a fresh one")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardedError(f"pickling of sharded parameter {self._zerodp.name!r}: save model.state_dict() instead")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        where = self._zerodp
+        return f"ShardedParameter({where.name!r}, shape={tuple(where.flat.shapes[where.index][0])}, dtype={where.flat.param_dtype}, unit={where.flat.unit.name!r})"
+
+
+def fault(parameter: Any, use: str) -> None:
+    """A use of a hidden parameter's values: bring them here, or say why not."""
+    where: Where = parameter._zerodp
+    where.flat.unit.runtime.fault(where, use)
+
+
+_twins: dict[type, type] = {}
+
+
+def twin(cls: type) -> type:
+    """The sharded twin of a parameter class, made once."""
+    if cls not in _twins:
+        _twins[cls] = type("Sharded" + cls.__name__, (Sharded, cls), {})
+    return _twins[cls]
+
+
+ShardedParameter = twin(nn.Parameter)
+
+
+def is_hidden(parameter: Any) -> bool:
+    return isinstance(parameter, Sharded)
+
+
+def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element that is never seen: NaN where the dtype has one."""
+    return torch.full((1,), float("nan"), dtype=dtype, device=device) if dtype.is_floating_point else torch.zeros(1, dtype=dtype, device=device)
+
+
+def _plainly(access: Any, parameter: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return access(parameter)
+
+
+def _sharded_in(*values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, Sharded):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _sharded_in(*value)
+        elif isinstance(value, dict):
+            yield from _sharded_in(*value.values())

@@ -1,0 +1,217 @@
+"""Gradients: from each parameter into the unit's bucket, over the wire, summed in rank order, into this rank's shard.
+
+Sums are taken in rank order in fp32 (or wider), element by element, so neither buckets, units nor stages change a bit.
+When to launch what is the runtime's business; the optimizer reads `flat.grad`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .arena import Arena, Slot
+from .comm import Comm, Handle
+from .parameter import grad_of
+from .unit import Flat, Unit
+
+IN_FLIGHT = 1  # reductions of units that may wait while the next one is launched
+
+
+class Reducer:
+    """Buckets in and reduced gradients out, for all flats of one model."""
+
+    def __init__(self, arena: Arena, comm: Comm, mean: bool, reduce_dtype: torch.dtype | None) -> None:
+        self.arena, self.comm, self.mean, self.reduce_dtype = arena, comm, mean, reduce_dtype
+        self.loss_scale = 1.0  # of the backward under way
+        self.under_way: deque[tuple[Flat, Iterator[None]]] = deque()
+
+    # ---- arrival
+
+    def accept(self, flat: Flat, index: int, parameter: Any) -> bool:
+        """Move this rank's finished gradient of one parameter into the bucket."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            grad = grad_of(parameter)
+            if grad is None:
+                return False
+            if grad.layout != torch.strided:
+                raise ConfigError(f"parameter {flat.names[index]!r} got a sparse gradient; build its module with sparse=False")
+            if flat.bucket is None:
+                self._open(flat)
+            view = flat.bucket_views[index]
+            scale = self._early_scale(flat)
+            if index in flat.filled:
+                if view.dtype.itemsize < 4:
+                    flat.promote_bucket(self.arena)
+                    view = flat.bucket_views[index]
+                view.add_(grad, alpha=scale)
+            elif scale == 1.0:
+                view.copy_(grad)
+            else:
+                torch.mul(grad, scale, out=view)
+            flat.filled.add(index)
+            flat.has_grad.add(index)
+            parameter.__class__ = flat.classes[index]
+            parameter.grad = None
+            if not flat.unit.visible:
+                parameter.__class__ = flat.twins[index]
+        return True
+
+    def _open(self, flat: Flat) -> None:
+        if flat.persistent is not None and any(busy is flat for busy, _ in self.under_way):
+            self.drain()
+        flat.open_bucket(self.arena)
+
+    def _early_scale(self, flat: Flat) -> float:
+        """The mean's 1/N costs nothing while copying; 16-bit gradients would lose small values, so theirs comes after the sum."""
+        return 1.0 / self._contributors(flat) if self.mean and flat.param_dtype.itemsize >= 4 else 1.0
+
+    def _late_scale(self, flat: Flat) -> float:
+        scale = 1.0 / self._contributors(flat) if self.mean and flat.param_dtype.itemsize < 4 else 1.0
+        return scale if flat.keeps_scale else scale / self.loss_scale
+
+    @staticmethod
+    def _contributors(flat: Flat) -> int:
+        return flat.group.size * flat.replicas.size
+
+    # ---- reduction
+
+    def launch(self, unit: Unit) -> None:
+        """Send what the unit's buckets hold; a rank without gradients gives zeros, so that all take part."""
+        for flat in unit.flats:
+            if flat.trains or flat.bucket is not None:
+                steps = self._reduce(flat)
+                next(steps)
+                self.under_way.append((flat, steps))
+        self._advance(IN_FLIGHT * max(len(unit.flats), 1))
+
+    def drain(self) -> None:
+        """Wait until every launched reduction has arrived in `flat.grad`."""
+        self._advance(0)
+
+    def _advance(self, limit: int) -> None:
+        while len(self.under_way) > limit:
+            flat, steps = self.under_way.popleft()
+            for _ in steps:
+                pass
+
+    def _reduce(self, flat: Flat) -> Iterator[None]:
+        """One flat's reduction; yields while the wire works. Launches happen in the order of calls, the same on all ranks."""
+        scale = self._late_scale(flat)
+        if flat.keeps_scale:
+            flat.grad_scale = self.loss_scale
+        bucket, bucket_slot = self._complete_bucket(flat)
+        cuts, group, replicas, name = flat.layout.cuts, flat.group, flat.replicas, flat.unit.name
+        pieces = [bucket[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        borrowed: list[Slot] = [bucket_slot] if bucket_slot is not None else []
+        first = [self._send(piece, group, name, "reduce_scatter", borrowed) for piece in pieces]
+        yield
+        sums = [handle.wait() for handle in first]
+        if replicas.size > 1:
+            own = [bucket[slice(*flat.layout.part(i, group.rank))] for i in range(len(pieces))]
+            if group.size > 1:
+                own = [self._sum(parts, part, borrowed) for parts, part in zip(sums, own, strict=True)]
+            second = [self._send(part, replicas, name, "all_reduce", borrowed) for part in own]
+            yield
+            sums = [handle.wait() for handle in second]
+        fresh = flat.grad is None
+        target = flat.grad_storage(self.arena) if fresh else flat.grad
+        assert target is not None
+        gathers = []
+        for parts, whole in zip(sums, target, strict=True):
+            n = whole.numel() // replicas.size
+            mine = whole[replicas.rank * n : (replicas.rank + 1) * n]
+            if fresh:
+                self._sum(parts, mine, borrowed, scale)
+            else:
+                mine.add_(self._sum(parts, None, borrowed, scale))
+            gathers.append(self.comm.all_gather(whole, replicas, name, "all_reduce", 0))
+        flat.grad = target
+        for handle in gathers:
+            handle.wait()
+        for slot in borrowed:
+            self.arena.give(slot)
+
+    def _complete_bucket(self, flat: Flat) -> tuple[Tensor, Slot | None]:
+        """Take the bucket out of the flat, with zeros for what did not come, in the dtype of the wire."""
+        if flat.bucket is None:
+            self._open(flat)
+        bucket, slot = flat.bucket, flat.bucket_slot
+        assert bucket is not None
+        if not flat.filled:
+            bucket.zero_()
+        elif len(flat.filled) < len(flat.parameters):
+            for index, view in enumerate(flat.bucket_views):
+                if index not in flat.filled:
+                    view.zero_()
+        flat.bucket, flat.bucket_slot, flat.bucket_views = None, None, []
+        flat.filled.clear()
+        if self.reduce_dtype is not None and self.reduce_dtype != bucket.dtype and self._contributors(flat) > 1:
+            wire = self.arena.take(bucket.numel(), self.reduce_dtype, "buckets", flat.unit.name)
+            wire.tensor.copy_(bucket)
+            if slot is not None:
+                self.arena.give(slot)
+            bucket, slot = wire.tensor, wire
+        return bucket, slot
+
+    def _send(self, piece: Tensor, group: Any, name: str, op: str, borrowed: list[Slot]) -> Handle:
+        receive = self.comm.receive_numel(piece.numel(), group)
+        if not receive:
+            return self.comm.reduce_scatter(piece, piece, group, name, op)
+        slot = self.arena.take(receive, piece.dtype, "buckets", name)
+        borrowed.append(slot)
+        return self.comm.reduce_scatter(piece, slot.tensor, group, name, op)
+
+    def _sum(self, parts: Sequence[Tensor], out: Tensor | None, borrowed: list[Slot], scale: float = 1.0) -> Tensor:
+        """parts[0] + parts[1] + ... in that order, in at least fp32, times `scale`, into `out` (or into space of ours)."""
+        dtype = torch.promote_types(parts[0].dtype, torch.float32)
+        total = parts[0]
+        if total.dtype != dtype:
+            slot = self.arena.take(total.numel(), dtype, "buckets")
+            borrowed.append(slot)
+            total = slot.tensor.copy_(total)
+        for part in parts[1:-1]:
+            total.add_(part)
+        direct = out is not None and out.dtype == dtype
+        if len(parts) > 1:
+            total = torch.add(total, parts[-1], out=out if direct else total)
+        if scale != 1.0:
+            total.mul_(scale)
+        if out is not None and total is not out and total.data_ptr() != out.data_ptr():
+            out.copy_(total)
+        return total if out is None else out
+
+    # ---- what is there
+
+    def forget(self, flat: Flat, index: int) -> None:
+        """As if this parameter had got no gradient since zero_grad."""
+        self.drain()
+        flat.has_grad.discard(index)
+        if flat.bucket is not None and index in flat.filled:
+            flat.bucket_views[index].zero_()
+        for view in parts_of(flat, flat.grad, index):
+            view.zero_()
+
+    def clear(self, flats: Iterable[Flat], keep_zeros: bool = False) -> None:
+        """zero_grad: drop (or zero) what was reduced and what still waits in buckets."""
+        self.drain()
+        for flat in flats:
+            if keep_zeros and flat.grad is not None:
+                for piece in flat.grad:
+                    piece.zero_()
+            else:
+                flat.clear_grad(self.arena)
+            if flat.bucket is not None:
+                flat.drop_bucket(self.arena)
+            flat.grad_scale = 1.0
+
+
+def parts_of(flat: Flat, pieces: list[Tensor] | None, index: int) -> list[Tensor]:
+    """This rank's parts of parameter `index` in `pieces` (shards or reduced gradients)."""
+    if pieces is None:
+        return []
+    return [pieces[s.piece][s.offset : s.offset + s.numel] for s in flat.segments if s.index == index]

@@ -1,0 +1,485 @@
+"""The state of one sharded model between calls: which pass is under way, which units are here, what was launched.
+
+Module hooks call `enter` and `leave`, parameters call `fault`, autograd calls `pack`, `unpack` and `arrived`, and the optimizer
+calls `settle`. Everything they cause is launched in the order of the pass's list (see `schedule`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Config
+from ..errors import ShardedError
+from .arena import Arena
+from .cache import Cache
+from .comm import Comm
+from .control import Control, Kind
+from .parameter import Where
+from .reducer import Reducer
+from .schedule import GATHER, MAX_REVISIONS, REDUCE, Fingerprint, Op, Order, Pass, backward_order, forward_order
+from .unit import Flat, Unit
+
+ROOT = "(root)"
+TRACE_LENGTH = 100_000
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something this rank did: kind is gather, use, free, reduce or step; phase is forward, backward or idle."""
+
+    kind: str
+    unit: str
+    phase: str
+
+
+@dataclass(eq=False)
+class Frame:
+    """One hooked module under way: the unit it holds, and pages it used without their own modules' hooks."""
+
+    held: list[Unit] = field(default_factory=list)
+    faulted: list[Unit] = field(default_factory=list)
+
+
+class Note:
+    """What autograd saves in place of a view of a page: where to find it again."""
+
+    __slots__ = ("flat", "offset", "size", "stride")
+
+    def __init__(self, flat: Flat, offset: int, size: torch.Size, stride: tuple[int, ...]) -> None:
+        self.flat, self.offset, self.size, self.stride = flat, offset, size, stride
+
+
+class Runtime:
+    """Drives the units of one model."""
+
+    def __init__(self, units: list[Unit], arena: Arena, comm: Comm, reducer: Reducer, names: dict[nn.Module, str], config: Config) -> None:
+        self.units, self.arena, self.comm, self.reducer, self.prefetch = units, arena, comm, reducer, config.prefetch
+        self.module_names = names
+        self.unit_of = {unit.module: unit for unit in units if unit.module is not None}
+        self.cache = Cache(config.unsharded_bytes)
+        self.pages: dict[int, Flat] = {}  # storage address -> the flat whose page is in it
+        self.passes: list[Pass] = []
+        self.frames: list[Frame] = []
+        self.orders: dict[tuple[Any, ...], Order] = {}
+        self.forwards: list[tuple[tuple[Any, ...], list[int]]] = []  # since the last backward: key, units in order of use
+        self.fingerprint = Fingerprint()
+        self.trace: deque[Event] = deque(maxlen=TRACE_LENGTH)
+        self.open = 0  # full_params contexts that hold every unit
+        self.lent: list[int] | None = None  # versions of the shards when they were handed out for writing
+        self.synchronizes = True  # False inside no_sync
+        self.scaled_backward = False  # the loss was scaled by optimizer.backward
+        self.unscaled_backwards = 0
+        self.buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # cast ones: where, and their original dtype
+        self.plain_state_dict: Callable[..., dict[str, Any]]  # the model's own; set when hooks are installed
+        self.rearm: Callable[[], None]  # hangs lost gradient hooks again
+        self.hooks: list[Any] = []  # handles that undo the module hooks
+        self.optimizer: Any = None
+        self.control = Control(self, comm, config.check)
+        comm.last_event = self.last_event
+
+    # ---- events
+
+    @property
+    def phase(self) -> str:
+        return self.passes[-1].phase if self.passes else "idle"
+
+    def event(self, kind: str, unit: Unit | None) -> None:
+        self.trace.append(Event(kind, unit.name if unit is not None else "", self.phase))
+
+    def last_event(self) -> str:
+        if not self.trace:
+            return "nothing yet"
+        last = self.trace[-1]
+        return f"{last.kind} of {last.unit!r} in {last.phase}" if last.unit else last.kind
+
+    def used(self, unit: Unit) -> None:
+        if self.passes:
+            self.passes[-1].uses.append(unit.index)
+            self.event("use", unit)
+
+    # ---- forward
+
+    def enter(self, module: nn.Module) -> bool:
+        """A hooked module begins. True if this begins a pass, which is when inputs are cast."""
+        if self.passes and self.passes[-1].phase == "backward" and torch._C._current_graph_task_id() == -1:
+            self.end_backward()  # an exception ended that backward; the other ranks still expect its launches
+        begins = not self.passes
+        if begins:
+            self.frames.clear()
+            self._begin_forward(module)
+        frame = Frame()
+        self.frames.append(frame)
+        unit = self.unit_of.get(module)
+        if unit is not None:
+            self.demand(unit)
+            self._hold(unit, frame.held)
+        return begins
+
+    def leave(self, module: nn.Module) -> bool:
+        """A hooked module ends, by an exception perhaps. True if this ended the pass."""
+        if not self.frames:
+            return False
+        frame = self.frames.pop()
+        for unit in frame.held + frame.faulted:
+            self._unhold(unit)
+        if self.frames or self.phase != "forward":
+            return False
+        self._end_forward()
+        return True
+
+    def _begin_forward(self, module: nn.Module) -> None:
+        self._take_back()
+        self.control.look()
+        grad = torch.is_grad_enabled()
+        name = self.module_names.get(module, "?")
+        key = ("forward", name, grad)
+        order = self.orders.get(key)
+        if order is None:
+            order = self.orders[key] = Order(forward_order(u.index for u in self._units_under(module) if u.pages))
+        self.passes.append(Pass("forward", key, order))
+        if grad and any(unit.pages for unit in self.units):
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+
+    def _end_forward(self) -> None:
+        current = self.passes[-1]
+        if current.key[2] and any(unit.pages for unit in self.units):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._finish(current)
+        if current.key[2]:
+            self.forwards = [*self.forwards[-7:], (current.key, current.uses)]
+        if not (self.open and not current.key[2]):
+            self.control.post(Kind.FORWARD, current)
+
+    def _units_under(self, module: nn.Module) -> list[Unit]:
+        inside = {id(p) for p in module.parameters()}
+        return [u for u in self.units if any(id(p) in inside for flat in u.flats for p in flat.parameters)]
+
+    # ---- backward
+
+    def begin_backward(self, *_: Any) -> None:
+        """Called by whatever autograd reaches first; may be called again."""
+        if self.passes and self.passes[-1].phase == "backward":
+            return
+        self.control.look()
+        synchronizes = self.synchronizes
+        trains = tuple(unit.index for unit in self.units if unit.trains)
+        entered = tuple(dict.fromkeys(key for key, _ in self.forwards))
+        key = ("backward", entered, len(self.forwards) > 1, synchronizes, trains)
+        order = self.orders.get(key)
+        if order is None:
+            order = self.orders[key] = Order(self._first_backward_order(set(trains) if synchronizes else set()))
+        current = Pass("backward", key, order, synchronizes=synchronizes)
+        for unit in self.units:
+            unit.arrivals = 0
+            unit.expected = order.arrivals.get(unit.index) or sum(p.requires_grad for flat in unit.flats for p in flat.parameters)
+        self.unscaled_backwards += not self.scaled_backward
+        self.passes.append(current)
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+
+    def _first_backward_order(self, trains: set[int]) -> list[Op]:
+        """Built from the order of use just seen, on rank 0."""
+        self.control.require(Kind.ORDER, 0)
+        uses = [index for _, used in self.forwards for index in used]
+        uses = self.comm.exchange_objects(uses, "the order of units in the first backward pass")[0]
+        known = {unit.index for unit in self.units}
+        entered = {op[1] for key, _ in self.forwards for op in self.orders[key].ops} | set(uses)
+        if not self.forwards:
+            entered = known
+        registered = [unit.index for unit in self.units if unit.index in entered or (not unit.pages and self._entered_whole())]
+        pages = {unit.index for unit in self.units if unit.pages}
+        return backward_order(uses, registered, pages, trains, self._root, self.prefetch)
+
+    def _entered_whole(self) -> bool:
+        return any(key[1] == "" for key, _ in self.forwards)
+
+    @property
+    def _root(self) -> int:
+        return next((u.index for u in self.units if u.name == ROOT), -1)
+
+    def arrived(self, flat: Flat, index: int, parameter: Any) -> None:
+        """Autograd finished this rank's gradient of one parameter."""
+        self.begin_backward()
+        if not self.reducer.accept(flat, index, parameter):
+            return
+        current, unit = self.passes[-1], flat.unit
+        current.arrived = True
+        unit.arrivals += 1
+        if unit.arrivals == unit.expected:
+            self._complete(unit, current)
+        elif unit.arrivals > unit.expected:
+            current.missed = True  # later than expected: the bucket stays open until the next reduction
+            if current.record and (REDUCE, unit.index) in current.record:
+                current.record.remove((REDUCE, unit.index))
+            current.record.append((REDUCE, unit.index))
+
+    def _complete(self, unit: Unit, current: Pass) -> None:
+        if current.synchronizes:
+            current.record.append((REDUCE, unit.index))
+            at = current.find(REDUCE, unit.index)
+            if at is None:
+                current.missed = True
+            else:
+                self._launch_through(current, at)
+        if unit.pages and unit.holders == 0:
+            self._release(unit)
+
+    def end_backward(self) -> None:
+        """Autograd has gone through the whole graph, or failed."""
+        current = self.passes[-1] if self.passes else None
+        if current is None or current.phase != "backward":
+            return
+        if current.order.reduces and not current.arrived:
+            current.missed = True
+        current.order.arrivals = {unit.index: unit.arrivals for unit in self.units if unit.arrivals}
+        self._finish(current)
+        self.forwards.clear()
+        self.control.post(Kind.BACKWARD, current)
+
+    # ---- demand, launch, release
+
+    def fault(self, where: Where, use: str) -> None:
+        """A hidden parameter is used: bring its unit here, or say why not."""
+        unit = where.flat.unit
+        if self.passes:
+            self.demand(unit)
+            if self.frames and self.phase == "forward" and unit.pages and unit.holders == 0:
+                faulted = self.frames[-1].faulted
+                self._hold(unit, faulted)
+                if len(faulted) > 2:  # whatever still looks at the oldest keeps its slot alive; a new use faults again
+                    self._unhold(faulted.pop(0))
+        elif unit.pages or use == "data" or writes(use):
+            what = "is sharded" if unit.pages else "keeps its values in shards"
+            raise ShardedError(
+                f"parameter {where.name!r} {what} (unit {unit.name!r}) and was used by {use!r} outside forward and backward. Use "
+                "'with zerodp.full_params(model):' to read it, 'zerodp.full_params(model, write=True)' to edit it, or call the model itself"
+            )
+        else:
+            for flat in unit.flats:
+                flat.wait()
+
+    def demand(self, unit: Unit) -> None:
+        """This rank needs the unit's parameters now."""
+        if unit.visible:
+            return
+        if unit.pages:
+            if not self.passes:
+                raise ShardedError(f"a saved tensor of unit {unit.name!r} was read outside forward and backward; its page is not here")
+            self._page_in(unit, self.passes[-1])
+        unit.show()
+
+    def _page_in(self, unit: Unit, current: Pass) -> None:
+        current.record.append((GATHER, unit.index))
+        position = current.ahead.pop(unit.index, None)
+        if position is None:
+            position = current.find(GATHER, unit.index)
+            if position is not None:
+                self._launch_through(current, position)
+            elif not unit.present:
+                self._extra(unit, current)
+        if position is not None:
+            for index, place in list(current.ahead.items()):
+                if place < position:  # this rank went past it
+                    del current.ahead[index]
+                    self._let_go(self.units[index])
+        if current.phase == "backward" and not unit.trains:
+            current.frozen.append(unit.index)
+            if len(current.frozen) > 1:  # the backward of a unit without gradients ends unseen; when the next but one begins, it has
+                self._let_go(self.units[current.frozen.pop(0)])
+        self._prefetch(current)
+
+    def _prefetch(self, current: Pass) -> None:
+        ops = current.order.ops
+        while current.pointer < len(ops) and ops[current.pointer][0] == GATHER and len(current.ahead) < self.prefetch:
+            index = ops[current.pointer][1]
+            if self._launch(ops[current.pointer]):
+                current.ahead[index] = current.pointer
+            current.pointer += 1
+
+    def _launch_through(self, current: Pass, last: int) -> None:
+        """Launch the list up to and including `last`; gathers before it are for the others, and let go here."""
+        ops = current.order.ops
+        while current.pointer <= last:
+            op = ops[current.pointer]
+            wanted = current.pointer == last
+            current.pointer += 1
+            if self._launch(op) and not wanted:
+                self._let_go(self.units[op[1]])
+
+    def _launch(self, op: Op) -> bool:
+        """Launch one operation of the list. True if a page came that was not here."""
+        kind, index = op
+        unit = self.units[index]
+        if kind == REDUCE:
+            self.fingerprint.add(kind, index)
+            self.event("reduce", unit)
+            self.reducer.launch(unit)
+            return False
+        if unit.kept or unit.opened:
+            return False
+        self.fingerprint.add(kind, index)
+        came = not unit.present
+        if came:
+            unit.launch()
+        else:
+            self._take_part(unit)
+        current = self.passes[-1]
+        soonest = current.phase == "backward" or bool(current.key[2])
+        for gone in self.cache.admit(unit, soonest):
+            self._let_go(gone)
+        return came
+
+    def _take_part(self, unit: Unit) -> None:
+        """The list gathers a unit that this rank happens to hold: give the others their parts all the same."""
+        self.event("gather", unit)
+        for flat in unit.flats:
+            if flat.pages:
+                slot = self.arena.take(flat.layout.padded_numel, flat.param_dtype, "unsharded", unit.name)
+                for handle in flat.launch(self.arena, self.comm, slot.tensor):
+                    handle.wait()
+                self.arena.give(slot)
+
+    def _extra(self, unit: Unit, current: Pass) -> None:
+        """A demand that the list does not have: all ranks must want it now. The next list will have it."""
+        current.missed = True
+        self.control.require(Kind.EXTRA, unit.index)
+        self.fingerprint.add(GATHER, unit.index)
+        unit.launch()
+
+    def _let_go(self, unit: Unit) -> None:
+        if unit.present and unit.pages and unit.holders == 0 and not unit.kept:
+            unit.free()
+
+    def _release(self, unit: Unit) -> None:
+        """This rank is done with the unit for now."""
+        if unit.kept:
+            unit.hide()
+        else:
+            unit.free()
+
+    def _hold(self, unit: Unit, holder: list[Unit]) -> None:
+        unit.holders += 1
+        holder.append(unit)
+
+    def _unhold(self, unit: Unit) -> None:
+        unit.holders -= 1
+        if unit.holders == 0 and self.phase == "forward" and unit.pages:
+            self._release(unit)
+
+    def _finish(self, current: Pass) -> None:
+        """The end of a pass launches the rest of its list; nothing stays but what is held or kept."""
+        if self.comm.broken is None:
+            self._launch_through(current, len(current.order.ops) - 1)
+        for unit in self.units:
+            if unit.holders == 0:
+                self._release(unit)
+        current.order.record = current.record
+        self.passes.remove(current)
+
+    # ---- autograd
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
+        try:
+            flat = self.pages.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
+            return tensor
+        if flat is None:
+            return tensor
+        return Note(flat, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def unpack(self, saved: Any) -> Tensor:
+        if type(saved) is not Note:
+            return saved  # type: ignore[no-any-return]
+        unit = saved.flat.unit
+        if not unit.visible:
+            if torch._C._current_graph_task_id() != -1:
+                self.begin_backward()
+            self.demand(unit)
+        return saved.flat.slot.tensor.as_strided(saved.size, saved.stride, saved.offset)  # type: ignore[union-attr]
+
+    # ---- steps and collectives outside passes
+
+    def settle(self, what: Kind, overflow: bool = False) -> Tensor:
+        """All ranks are here, nothing is under way, and no gradient waits in a bucket anywhere. The result is the ranks' messages."""
+        self.reducer.drain()
+        rows = self.control.require(what, overflow=overflow)
+        if bool(rows[:, Control.WAITING].any()):
+            waiting = self.control.mask(rows, Control.UNITS)
+            for unit in (unit for unit in self.units if waiting >> unit.index & 1):
+                self.fingerprint.add(REDUCE, unit.index)
+                self.event("reduce", unit)
+                self.reducer.launch(unit)
+            self.reducer.drain()
+        return rows
+
+    def stepped(self) -> None:
+        self.refresh()
+        self.event("step", None)
+
+    def refresh(self) -> None:
+        """The shards have new values: what was gathered is old, and whole parameters are fetched at once, in order."""
+        self.lent = None
+        for unit in self.cache.clear():
+            self._let_go(unit)
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.full is not None and flat.stale:
+                    flat.launch(self.arena, self.comm)
+            if any(flat.handles for flat in unit.flats):
+                self.event("gather", unit)
+
+    def lend(self) -> None:
+        """The shards go to the user, who may write into them."""
+        if self.lent is None:
+            self.lent = self._versions()
+
+    def _take_back(self) -> None:
+        """If any rank wrote into lent shards, whole parameters are old."""
+        if self.lent is not None:
+            edited = self.lent != self._versions()
+            self.lent = None
+            rows = self.control.require(Kind.LENT, overflow=edited)
+            if bool(rows[:, Control.OVERFLOW].any()):
+                for flat in self.flats():
+                    flat.stale = True
+                self.refresh()
+
+    def _versions(self) -> list[int]:
+        return [piece._version for flat in self.flats() for piece in flat.shard]
+
+    @contextlib.contextmanager
+    def original_buffers(self) -> Iterator[None]:
+        """Inside, cast buffers are in their original dtype; what is written to them is kept."""
+        cast = [module._buffers[key] for module, key, _ in self.buffers]
+        for (module, key, dtype), buffer in zip(self.buffers, cast, strict=True):
+            module._buffers[key] = buffer.to(dtype)  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            for (module, key, _), buffer in zip(self.buffers, cast, strict=True):
+                buffer.copy_(module._buffers[key])  # type: ignore[union-attr, arg-type]
+                module._buffers[key] = buffer
+
+    def flats(self) -> Iterable[Flat]:
+        return (flat for unit in self.units for flat in unit.flats)
+
+    def revise(self, key: tuple[Any, ...], arrived: bool) -> None:
+        """A pass did not follow its list: take rank 0's order for the next time."""
+        order = self.orders[key]
+        if order.revisions < MAX_REVISIONS:
+            record = self.comm.exchange_objects(order.record, "the new order of a pass")[0]
+            order.revise([(kind, index) for kind, index in record], self.prefetch, arrived)
+
+
+def writes(use: str) -> bool:
+    """Whether a torch function's name says that it changes its first argument."""
+    if use.startswith("__"):
+        return use == "__setitem__" or (use.startswith("__i") and use not in ("__index__", "__int__", "__invert__", "__iter__"))
+    return use.endswith("_")

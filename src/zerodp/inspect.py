@@ -1,0 +1,119 @@
+"""Looking inside a sharded model: `describe` and `stats`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .core.access import runtime_of
+from .core.arena import KINDS
+from .core.comm import CommRow
+from .core.optimizer import ShardedOptimizer
+from .core.runtime import Event, Runtime
+
+FIRST = ("exp_avg", "momentum_buffer", "sum", "square_avg_first")
+SECOND = ("exp_avg_sq", "square_avg", "max_exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on this rank by kind, `now` and at their `peak` since the last reset.
+
+    parameters: in the dtype of compute, where they rest (in fp32 the shards themselves); gradients: reduced ones, and whole
+    ones where the stage keeps them; master: sharded copies in another dtype; first_moment, second_moment, other_state: of the
+    optimizer; unsharded: pages gathered for use; buckets: gradient staging and receive space.
+    """
+
+    now: dict[str, int]
+    peak: dict[str, int]
+    total_now: int
+    total_peak: int
+    pinned: tuple[tuple[str, int], ...] = ()  # (unit, bytes) of pages given back while a tensor of the user still sees them
+
+
+class Stats:
+    """What one rank's engine has done and holds; a live view, see `reset`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @property
+    def comm(self) -> list[CommRow]:
+        return list(self._runtime.comm.rows.values())
+
+    @property
+    def trace(self) -> list[Event]:
+        return list(self._runtime.trace)
+
+    @property
+    def wire_elements(self) -> int:
+        """Elements this rank sent, padding included."""
+        return sum(row.elements for row in self.comm)
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(row.wire_bytes for row in self.comm)
+
+    @property
+    def launches(self) -> int:
+        return sum(row.count for row in self.comm)
+
+    @property
+    def memory(self) -> Memory:
+        arena = self._runtime.arena
+        now = {**dict.fromkeys(KINDS, 0), **arena.now, **state_bytes(self._runtime.optimizer)}
+        state = sum(now[kind] for kind in ("first_moment", "second_moment", "other_state"))
+        peak = {kind: max(now[kind], arena.peak.get(kind, 0)) for kind in now}
+        return Memory(now, peak, sum(now.values()), arena.total_peak + state, tuple(arena.pinned()))
+
+    def reset(self) -> None:
+        """Start counting collectives, events and peaks anew."""
+        self._runtime.comm.rows.clear()
+        self._runtime.trace.clear()
+        self._runtime.arena.reset_peaks()
+
+
+def state_bytes(optimizer: ShardedOptimizer | None) -> dict[str, int]:
+    """Bytes of this rank's optimizer state by kind."""
+    found = {"first_moment": 0, "second_moment": 0, "other_state": 0}
+    for segment, state in optimizer.state.items() if optimizer is not None else ():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                elementwise = value.numel() == segment.numel() and value.dim() == 1
+                kind = "first_moment" if key in FIRST and elementwise else "second_moment" if key in SECOND and elementwise else "other_state"
+                found[kind] += value.nbytes
+    return found
+
+
+def stats(model: nn.Module) -> Stats:
+    """Collectives, memory and events of this rank; see `Stats`."""
+    return Stats(runtime_of(model))
+
+
+def describe(model: nn.Module) -> str:
+    """The units of a sharded model, what of each rests where on this rank, and bytes by kind."""
+    runtime = runtime_of(model)
+    mesh = runtime.comm.mesh
+    lines = [f"{type(model).__name__} on rank {mesh.world.rank} of {mesh.world.size} ({mesh.device_type}, {mesh.backend})"]
+    width = max(len(unit.name) for unit in runtime.units)
+    for unit in runtime.units:
+        for flat in unit.flats:
+            numel = flat.layout.numel
+            where = "sharded" if flat.pages or flat.full is None else "whole"
+            split = f"1/{flat.group.size}" + (f" x {flat.replicas.size} replicas" if flat.replicas.size > 1 else "")
+            rest = f", {_name(flat.shard_dtype)} shard" if flat.shard_dtype != flat.param_dtype else ""
+            grads = ("gradients " + ("sharded" if flat.residency.shards_gradients else "whole")) if flat.trains else "frozen"
+            lines.append(
+                f"  {unit.name:{width}}  {len(flat.parameters):4} parameters {numel:>14,} elements  {_name(flat.param_dtype)} "
+                f"{where}{rest}, optimizer {split}, {grads}"
+            )
+    memory = Stats(runtime).memory
+    lines += [f"  {kind:14} {memory.now[kind]:>16,} bytes now {memory.peak[kind]:>16,} peak" for kind in memory.now]
+    lines += [f"  pinned by a tensor outside: unit {name!r}, {nbytes:,} bytes" for name, nbytes in memory.pinned]
+    return "\n".join(lines)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
