@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-with contextlib.suppress(ImportError):
-    import zerodp
+import zerodp
 
 Tensors = dict[str, Tensor]
 

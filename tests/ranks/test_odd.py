@@ -240,11 +240,9 @@ def test_complex_parameters(stage: int) -> None:
 
 
 @on_ranks(2)
-def test_model_without_parameters(stage: int) -> None:
-    model, optimizer = zerodp.shard(nn.Tanh(), stage=stage)
-    assert optimizer is None
-    assert torch.equal(model(torch.zeros(2)), torch.zeros(2))
-    assert model.state_dict() == {}
+def test_model_without_parameters_is_refused(stage: int) -> None:
+    with pytest.raises(zerodp.ConfigError, match="no parameters"):
+        zerodp.shard(nn.Tanh(), stage=stage)
 
 
 class Subclassed(nn.Parameter):
