@@ -138,6 +138,7 @@ def _assemble(model: nn.Module, optimizer: Any, config: Config, plans: list[wrap
     runtime.optimizer = None
     if optimizer is not None:
         runtime.optimizer = _take_optimizer(optimizer, plain, runtime, scaler)
+    comm.rows.clear()  # counting begins with the first pass
     return model, runtime.optimizer
 
 

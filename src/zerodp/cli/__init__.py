@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from . import train
-from .parser import Parser
+from .parser import Parser, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,5 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     train.add_parser(commands)
     arguments = parser.parse_args(argv)
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+    except UsageError as error:
+        commands.choices[arguments.command].error(str(error))
     return status

@@ -11,6 +11,10 @@ from typing import Any, NoReturn
 SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
+class UsageError(Exception):
+    """Wrong usage that shows only after parsing; a command raises it before it has done anything."""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that ends wrong usage with status 2 and one line."""
 

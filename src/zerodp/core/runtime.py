@@ -142,7 +142,7 @@ class Runtime:
         key = ("forward", name, grad)
         order = self.orders.get(key)
         if order is None:
-            order = self.orders[key] = Order(forward_order(u.index for u in self._units_under(module) if u.pages))
+            order = self.orders[key] = Order(forward_order(u.index for u in self._units_under(module) if u.pages), 0)
         self.passes.append(Pass("forward", key, order))
         if grad and any(unit.pages for unit in self.units):
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
@@ -174,7 +174,7 @@ class Runtime:
         key = ("backward", entered, len(self.forwards) > 1, synchronizes, trains)
         order = self.orders.get(key)
         if order is None:
-            order = self.orders[key] = Order(self._first_backward_order(set(trains) if synchronizes else set()))
+            order = self.orders[key] = Order(self._first_backward_order(set(trains) if synchronizes else set()), self.prefetch)
         current = Pass("backward", key, order, synchronizes=synchronizes)
         for unit in self.units:
             unit.arrivals = 0
@@ -194,7 +194,7 @@ class Runtime:
             entered = known
         registered = [unit.index for unit in self.units if unit.index in entered or (not unit.pages and self._entered_whole())]
         pages = {unit.index for unit in self.units if unit.pages}
-        return backward_order(uses, registered, pages, trains, self._root, self.prefetch)
+        return backward_order(uses, registered, pages, trains, self._root)
 
     def _entered_whole(self) -> bool:
         return any(key[1] == "" for key, _ in self.forwards)
@@ -303,14 +303,26 @@ class Runtime:
             current.pointer += 1
 
     def _launch_through(self, current: Pass, last: int) -> None:
-        """Launch the list up to and including `last`; gathers before it are for the others, and let go here."""
+        """Launch the list up to and including `last`.
+
+        Gathers before a gather were for other ranks, and are let go here. Before a reduction the last ones are those that the
+        list put ahead of their use.
+        """
         ops = current.order.ops
         while current.pointer <= last:
-            op = ops[current.pointer]
-            wanted = current.pointer == last
+            position = current.pointer
             current.pointer += 1
-            if self._launch(op) and not wanted:
-                self._let_go(self.units[op[1]])
+            if not self._launch(ops[position]) or position == last:
+                continue
+            index = ops[position][1]
+            if ops[last][0] == GATHER:
+                self._let_go(self.units[index])
+            else:
+                current.ahead[index] = position
+        while len(current.ahead) > self.prefetch:
+            oldest = min(current.ahead, key=lambda index: current.ahead[index])
+            del current.ahead[oldest]
+            self._let_go(self.units[oldest])
 
     def _launch(self, op: Op) -> bool:
         """Launch one operation of the list. True if a page came that was not here."""
@@ -475,7 +487,7 @@ class Runtime:
         order = self.orders[key]
         if order.revisions < MAX_REVISIONS:
             record = self.comm.exchange_objects(order.record, "the new order of a pass")[0]
-            order.revise([(kind, index) for kind, index in record], self.prefetch, arrived)
+            order.revise([(kind, index) for kind, index in record], arrived)
 
 
 def writes(use: str) -> bool:

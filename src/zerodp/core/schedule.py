@@ -23,20 +23,26 @@ MAX_REVISIONS = 4  # routing that changes for ever must not cost an agreement fo
 class Order:
     """The list for one kind of pass, the same on all ranks, and what this rank did in the last such pass."""
 
-    ops: list[Op]
+    natural: list[Op]  # in the order of use
+    prefetch: int
+    ops: list[Op] = field(init=False)  # as launched: each gather ahead of its use
     record: list[Op] = field(default_factory=list)
     arrivals: dict[int, int] = field(default_factory=dict)  # gradients that came per unit, last time
     revisions: int = 0
+
+    def __post_init__(self) -> None:
+        self.ops = arrange(self.natural, self.prefetch)
 
     @property
     def reduces(self) -> bool:
         return any(kind == REDUCE for kind, _ in self.ops)
 
-    def revise(self, record: Sequence[Op], prefetch: int, arrived: bool) -> None:
+    def revise(self, record: Sequence[Op], arrived: bool) -> None:
         """Take the order that was really used (rank 0's); what it lacks keeps its place, as other ranks may need it."""
         self.revisions += 1
-        old = self.ops if arrived else [op for op in self.ops if op[0] != REDUCE]
-        self.ops = arrange(merge(record, old), prefetch)
+        old = self.natural if arrived else [op for op in self.natural if op[0] != REDUCE]
+        self.natural = merge(record, old)
+        self.ops = arrange(self.natural, self.prefetch)
 
 
 @dataclass(eq=False)
@@ -68,7 +74,7 @@ def forward_order(units: Iterable[int]) -> list[Op]:
     return [(GATHER, unit) for unit in units]
 
 
-def backward_order(uses: Sequence[int], units: Sequence[int], pages: set[int], trains: set[int], root: int, prefetch: int) -> list[Op]:
+def backward_order(uses: Sequence[int], units: Sequence[int], pages: set[int], trains: set[int], root: int) -> list[Op]:
     """The first backward, from the order of use in forward; `units` that were not used keep their registered place."""
     order = list(dict.fromkeys(reversed(uses)))[::-1]  # a unit used twice is needed for its last use first
     for place, unit in enumerate(units):
@@ -85,7 +91,7 @@ def backward_order(uses: Sequence[int], units: Sequence[int], pages: set[int], t
             ops.append((REDUCE, unit))
     if root in order and root in trains:
         ops.append((REDUCE, root))
-    return arrange(ops, prefetch)
+    return ops
 
 
 def arrange(ops: Sequence[Op], prefetch: int) -> list[Op]:

@@ -14,12 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..parser import UsageError
+
 HELD_OUT = 20  # every 20th block is validation text
 BLOCK_BYTES = 1 << 16
-
-
-class DataError(ValueError):
-    """Text that cannot be trained on."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def files_of(source: Path | None) -> list[Path]:
     if source.is_file():
         return [source]
     if not source.is_dir():
-        raise DataError(f"--data: there is no file or folder {str(source)!r}")
+        raise UsageError(f"--data: there is no file or folder {str(source)!r}")
     visible = (p for p in source.rglob("*") if not any(part.startswith(".") for part in p.relative_to(source).parts))
     return sorted(p for p in visible if p.is_file())
 
@@ -72,7 +70,7 @@ def open_corpus(source: Path | None, context: int, cache: Path | None = None) ->
     """The text of `source` through its cache file, which is made at the first use and shared by all processes of a machine.
 
     Raises:
-        DataError: no such file or folder, or too little text for one window of training and of validation.
+        UsageError: no such file or folder, or too little text for one window of training and of validation.
     """
     files = files_of(source)
     stamp = hashlib.sha256()
@@ -89,7 +87,7 @@ def open_corpus(source: Path | None, context: int, cache: Path | None = None) ->
     corpus = Corpus(torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8), int(training), digest)
     if min(corpus.training, size - corpus.training) < context + 2:
         what = "the standard library" if source is None else str(source)
-        raise DataError(f"--data: {what} has {size:,} bytes of text, too few for --context {context}: it needs about {HELD_OUT * (context + 2):,}")
+        raise UsageError(f"--data: {what} has {size:,} bytes of text, too few for --context {context}: it needs about {HELD_OUT * (context + 2):,}")
     return corpus
 
 
