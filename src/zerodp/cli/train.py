@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from typing import Any
 from ..config import PRECISIONS
 from ..core.stages import STAGES
 from .parser import Parser, UsageError, one_of, positive, size, whole
-from .training import launch, state, worker
-from .training.gpt import VOCABULARY
-from .training.settings import Settings
+from .training import launch, settings, worker
 from .training.text import open_corpus
 
 EPILOG = """\
@@ -39,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,  # what is not given comes from --resume or from Settings
     )
-    default = Settings()
+    default = settings.Settings()
 
     def add(group: Any, name: str, kind: Any, text: str, metavar: str, shown: str | None = None) -> None:
         value = getattr(default, name.replace("-", "_"), None)
@@ -58,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add(group, "lr", positive, "highest learning rate", "RATE")
     add(group, "seed", whole(0), "of the weights and the order of the text", "N")
     group = parser.add_argument_group("how to shard")
-    add(group, "stage", one_of([str(stage) for stage in STAGES]), "ZeRO stage: 0, 1, 2 or 3", "STAGE")
+    add(group, "stage", stage_number, "ZeRO stage: 0, 1, 2 or 3", "STAGE")
     add(group, "precision", one_of(list(PRECISIONS)), "dtype of compute: " + ", ".join(PRECISIONS), "DTYPE")
     add(group, "ranks", whole(1), "worker processes on this machine, unless torchrun started this one", "N")
     add(group, "threads", whole(1), "torch threads per rank", "N")
@@ -74,30 +71,29 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the ranks, or be one of them."""
-    given = {key: value for key, value in vars(arguments).items() if key not in ("command", "run")}
-    out, resume = given.pop("out", None), given.pop("resume", None)
+    given = {key: value for key, value in vars(arguments).items() if key not in ("command", "run", "out", "resume")}
+    out, resume = getattr(arguments, "out", None), getattr(arguments, "resume", None)
     if resume is not None and out is not None:
         raise UsageError("--out and --resume exclude each other: a resumed run stays in its folder")
     under_torchrun = "RANK" in os.environ
-    if under_torchrun and given.get("ranks", world_size()) != world_size():
-        raise UsageError(f"--ranks {given['ranks']}: torchrun started {world_size()} ranks; leave --ranks out")
-    settings = Settings.of(given, state.read_settings(resume) if resume is not None else None)
-    if under_torchrun:
-        settings = settings.replace(ranks=world_size())
+    if under_torchrun and "ranks" in given:
+        raise UsageError("--ranks: torchrun has started the ranks; leave it out")
+    run_settings = settings.resolve(given, resume, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    digest = open_corpus(run_settings.data, run_settings.context).digest
     if resume is not None:
-        state.check_resumable(resume, settings)
-    corpus = open_corpus(settings.data, settings.context)
+        settings.check_text(resume, digest)
     folder = resume or out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     if not under_torchrun or os.environ["RANK"] == "0":
         new_folder(folder, empty=resume is None)
-        state.write_settings(folder, settings)
+        settings.write(folder, run_settings, digest)
     if under_torchrun:
-        return worker.run(settings, folder, resume is not None, corpus)
-    return launch.launch(worker.command(folder, resume is not None), settings, folder)
+        return worker.run(run_settings, folder, resumes=resume is not None)
+    launcher = launch.Launcher(worker.command(folder, resumes=resume is not None), folder)
+    return launcher.run(run_settings.ranks, run_settings.threads)
 
 
-def world_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
+def stage_number(text: str) -> int:
+    return int(one_of([str(stage) for stage in STAGES])(text))
 
 
 def new_folder(folder: Path, empty: bool) -> None:

@@ -188,6 +188,21 @@ def whole(runtime: Runtime) -> Iterator[None]:
             runtime.rearm()
 
 
+@contextlib.contextmanager
+def rank0_buffers(runtime: Runtime) -> Iterator[None]:
+    """Inside, every rank sees rank 0's buffers, which are what state dicts and checkpoints hold."""
+    own = [(module, key, buffer) for module in runtime.module_names for key, buffer in module._buffers.items() if buffer is not None]
+    for module, key, buffer in own:
+        module._buffers[key] = copy = buffer.clone(memory_format=torch.contiguous_format)
+        if copy.numel():
+            runtime.comm.broadcast(copy, "(buffers)")
+    try:
+        yield
+    finally:
+        for module, key, buffer in own:
+            module._buffers[key] = buffer
+
+
 def load(runtime: Runtime, state_dict: Any, plainly: Callable[[], Any]) -> Any:
     """Run torch's own load on whole parameters, then take what changed into the shards."""
     problem, result = None, None
@@ -231,11 +246,11 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | tor
         for parameter, value in zip(flat.parameters, whole_values(runtime, flat), strict=True):
             if keeps:
                 values[id(parameter)] = value.to(device, copy=True)
+    with runtime.original_buffers(), rank0_buffers(runtime):
+        plain = runtime.plain_state_dict(keep_vars=True)
     if not keeps:
         return {}
     result: dict[str, Any] = {}
-    with runtime.original_buffers():
-        plain = runtime.plain_state_dict(keep_vars=True)
     for key, value in plain.items():
         result[key] = values.get(id(value), value.detach().to(device, copy=True) if isinstance(value, Tensor) and id(value) not in values else value)
     return result

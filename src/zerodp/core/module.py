@@ -39,7 +39,7 @@ class ShardedModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the plain model's keys, in the dtypes from before `shard()` (a collective)."""
-        with access.whole(self._zerodp):
+        with access.whole(self._zerodp), access.rank0_buffers(self._zerodp):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

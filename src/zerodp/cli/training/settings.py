@@ -58,7 +58,9 @@ def resolve(given: Mapping[str, Any], resumed: Path | None, ranks: int | None = 
     before = Settings(**_read(resumed)["settings"])
     for name in FIXED:
         if given.get(name, getattr(before, name)) != getattr(before, name):
-            raise UsageError(f"--{name} {given[name]}: the run in {resumed} has {getattr(before, name)}, and a resumed run keeps it")
+            raise UsageError(
+                f"--{name} {given[name]}: the run in {resumed} has {getattr(before, name)}, and a resumed run keeps it"
+            )
     settings = dataclasses.replace(before, **{**given, **forced})
     if settings.windows != before.windows:
         raise UsageError(

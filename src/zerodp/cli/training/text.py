@@ -66,28 +66,34 @@ def cache_folder() -> Path:
     return Path(base) / "zerodp"
 
 
-def open_corpus(source: Path | None, context: int, cache: Path | None = None) -> Corpus:
+def open_corpus(source: str | None, context: int) -> Corpus:
     """The text of `source` through its cache file, which is made at the first use and shared by all processes of a machine.
 
     Raises:
         UsageError: no such file or folder, or too little text for one window of training and of validation.
     """
-    files = files_of(source)
+    files = files_of(None if source is None else Path(source))
     stamp = hashlib.sha256()
     for path in files:
         status = path.stat()
         stamp.update(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    folder = cache or cache_folder()
+    folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "lock"):
         found = sorted(folder.glob(f"{stamp.hexdigest()[:16]}-*.bytes"))
         path = found[0] if found else _write(files, folder, stamp.hexdigest()[:16])
     _, training, digest = path.stem.split("-")
     size = path.stat().st_size
-    corpus = Corpus(torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8), int(training), digest)
+    corpus = Corpus(
+        torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8),
+        int(training),
+        digest,
+    )
     if min(corpus.training, size - corpus.training) < context + 2:
-        what = "the standard library" if source is None else str(source)
-        raise UsageError(f"--data: {what} has {size:,} bytes of text, too few for --context {context}: it needs about {HELD_OUT * (context + 2):,}")
+        what = source or "the standard library"
+        raise UsageError(
+            f"--data: {what} has {size:,} bytes of text, too few for --context {context}: it needs about {HELD_OUT * (context + 2):,}"
+        )
     return corpus
 
 

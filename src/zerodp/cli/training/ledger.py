@@ -1,0 +1,103 @@
+"""Bytes per rank under every stage: by the paper's formula, and as measured on the model of the run."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import zerodp
+
+from ...config import PRECISIONS
+from ...core.stages import STAGES, Residency
+from .gpt import VOCABULARY, parameter_count, shape_for
+from .settings import Settings
+from .trainer import build
+
+MOMENTS = 8  # bytes of Adam's two fp32 moments per parameter
+HEADROOM = 8  # bytes per parameter that a measurement may take besides: the model before it is sharded, workspace
+MASTER = 4  # bytes of the fp32 weight that 16-bit training keeps besides
+STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank holds and sends in one step under a stage."""
+
+    stage: int
+    formula_bytes: int
+    measured_bytes: int | None  # None: this machine has no room to measure it
+    workspace_bytes: int | None  # gathered parameters and gradient buckets, at their peak
+    formula_wire_elements: int
+    measured_wire_elements: int | None
+
+
+def formula_bytes(residency: Residency, numel: int, ranks: int, precision: str) -> int:
+    """Model states per rank by the paper: parameters, gradients and optimizer state, each whole or a rank's part."""
+    width = PRECISIONS[precision].param_dtype.itemsize
+    optimizer = MOMENTS + (MASTER if width < MASTER else 0)
+    kinds = (
+        (width, residency.shards_parameters),
+        (width, residency.shards_gradients),
+        (optimizer, residency.shards_optimizer),
+    )
+    return round(sum(numel * nbytes / (ranks if sharded else 1) for nbytes, sharded in kinds))
+
+
+def formula_wire_elements(residency: Residency, numel: int, ranks: int) -> int:
+    """Elements that a rank sends in one step: gradients out and parameters back, and parameters once more where they are sharded."""
+    return round((3 if residency.shards_parameters else 2) * numel * (ranks - 1) / ranks)
+
+
+def room(device: torch.device) -> int:
+    """Bytes that this rank may still take."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available // int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def measure(settings: Settings, device: torch.device, room: int) -> list[Row]:
+    """Shard the run's model under every stage, take one step, and read the engine's own books (a collective).
+
+    A stage that may need more than `room` bytes, which must be the same on all ranks, is left out.
+    """
+    numel = parameter_count(*shape_for(settings.params))
+    rows = []
+    for stage, residency in STAGES.items():
+        paper = formula_bytes(residency, numel, settings.ranks, settings.precision)
+        wire = formula_wire_elements(residency, numel, settings.ranks)
+        fits = paper + HEADROOM * numel <= room
+        states, workspace, elements = _one_step(settings, stage, device) if fits else (None, None, None)
+        rows.append(Row(stage, paper, states, workspace, wire, elements))
+        gc.collect()
+    return rows
+
+
+def _one_step(settings: Settings, stage: int, device: torch.device) -> tuple[int, int, int]:
+    """(bytes of model states, peak bytes of workspace, elements sent)."""
+    model, optimizer = build(settings, device, stage=stage)
+    stats = zerodp.stats(model)
+    stats.reset()
+    tokens = torch.arange(settings.context + 1, device=device).remainder(VOCABULARY)[None]
+    optimizer.backward(F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()))
+    optimizer.step()
+    memory, elements = stats.memory, stats.wire_elements
+    states = sum(memory.now[kind] for kind in STATES)
+    workspace = sum(memory.peak[kind] for kind in memory.peak if kind not in STATES)
+    return states, workspace, elements
+
+
+def as_json(rows: list[Row], settings: Settings) -> dict[str, Any]:
+    return {
+        "parameters": parameter_count(*shape_for(settings.params)),
+        "ranks": settings.ranks,
+        "precision": settings.precision,
+        "stages": {
+            str(row.stage): {key: value for key, value in asdict(row).items() if key != "stage"} for row in rows
+        },
+    }

@@ -1,0 +1,142 @@
+"""One rank of a training run, from joining the process group to the report."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import zerodp
+
+from ..parser import UsageError
+from . import ledger, report, state
+from .panel import display
+from .settings import Settings
+from .stopping import StopRequest
+from .text import open_corpus
+from .trainer import Record, Stop, Trainer
+
+PROMPT = b"def "
+FINAL_WINDOWS = 128
+
+
+def command(folder: Path, resumes: bool) -> list[str]:
+    """How the launcher starts a rank of the run in `folder`."""
+    return [sys.executable, "-m", __package__, str(folder), *(["--resume"] if resumes else [])]
+
+
+def run(settings: Settings, folder: Path, resumes: bool) -> int:
+    """Train as the rank that the environment says. The result is the exit status, the same on every rank."""
+    request = StopRequest()
+    request.listen()
+    torch.set_num_threads(settings.threads)
+    device = choose_device(settings.device)
+    with _group(device):
+        return _Run(settings, folder, resumes, device, request).run()
+
+
+def choose_device(name: str) -> torch.device:
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if name == "cuda" or (name == "auto" and 0 < local_ranks <= torch.cuda.device_count()):
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _group(device: torch.device) -> Iterator[None]:
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Run:
+    """A run of this process; all ranks go through the same methods, and rank 0 shows and writes."""
+
+    def __init__(
+        self, settings: Settings, folder: Path, resumes: bool, device: torch.device, request: StopRequest
+    ) -> None:
+        self.settings, self.folder, self.request = settings, folder, request
+        self.shows = dist.get_rank() == 0
+        self.deadline = time.monotonic() + settings.minutes * 60 if settings.minutes else math.inf
+        self.corpus = open_corpus(settings.data, settings.context)
+        self.trainer = Trainer(settings, self.corpus, device, dist.get_rank())
+        self._check_text()
+        if resumes:
+            self.trainer.resume(**state.load(folder, self.trainer.model, self.trainer.optimizer))
+        self.room = int(self.trainer.exchange([ledger.room(device)]).min())
+
+    def run(self) -> int:
+        first = self.trainer.step
+        rows = ledger.measure(self.settings, self.trainer.device, self.room)
+        if self.shows:
+            report.write_stages(self.folder, rows, self.settings)
+            log = report.Log(self.folder, first)
+            with display(self.settings, first, self._title()) as show:
+                stop = self._train([log.add, show])
+        else:
+            stop = self._train([])
+        if self.trainer.step > first:
+            self._save()
+        loss = self.trainer.validate(FINAL_WINDOWS) if stop <= Stop.TIME else None
+        sample = self._sample()
+        if self.shows:
+            print(report.write(self.folder, log.records, rows, self.settings, loss, sample), flush=True)
+        return 0 if stop <= Stop.TIME else 128 + stop
+
+    def _train(self, observers: list[Callable[[Record], None]]) -> int:
+        """Up to the last step, or to one where any rank wants to stop. The result says why."""
+        settings, trainer = self.settings, self.trainer
+        while trainer.step < settings.steps:
+            record, stop = trainer.train_step(self._wish())
+            if trainer.step % settings.validate_every == 0:
+                record.validation_loss = trainer.validate()
+            for observe in observers:
+                observe(record)
+            if stop != Stop.NO:
+                return stop
+            if trainer.step % settings.save_every == 0:
+                self._save()
+        return Stop.NO
+
+    def _wish(self) -> int:
+        return self.request.signal or (Stop.TIME if time.monotonic() > self.deadline else Stop.NO)
+
+    def _save(self) -> None:
+        progress = {"step": self.trainer.step, "seconds": self.trainer.seconds}
+        state.save(self.folder, self.trainer.model, self.trainer.optimizer, progress)
+
+    def _sample(self) -> bytes:
+        """Rank 0's text; the others lend their parameters."""
+        with zerodp.full_params(self.trainer.model):
+            if not self.shows:
+                return b""
+            generator = torch.Generator().manual_seed(self.settings.seed)
+            return self.trainer.model.generate(PROMPT, self.settings.sample, generator)
+
+    def _check_text(self) -> None:
+        """Ranks on other machines may have another standard library."""
+        digests = self.trainer.exchange([float(int(self.corpus.digest[:12], 16))])
+        if bool((digests != digests[0]).any()):
+            raise UsageError("--data: the ranks read different texts; give all of them the same file or folder")
+
+    def _title(self) -> str:
+        model, settings = self.trainer.model, self.settings
+        numel = sum(p.numel() for p in model.parameters())
+        return (
+            f"GPT of {numel:,} parameters (depth {len(model.blocks)}, width {model.norm.weight.numel()}), {settings.ranks} ranks on "
+            f"{self.trainer.device.type}, stage {settings.stage}, {settings.precision}, {self.folder}"
+        )
