@@ -204,7 +204,7 @@ class Oracle:
                 arrived.append([self.backward(loss) for loss in mine])
         for per_rank in zip(*arrived, strict=True):
             for state, gradients in zip(self.ranks, per_rank, strict=True):
-                add(state.pending, gradients)
+                add(state.pending, gradients)  # a second one, and so the sum, in fp32
             if synced:
                 self.reduce()
         return losses
@@ -358,7 +358,7 @@ def total_norm(gradients: Any, p: float = 2.0) -> float:
 
 def add(total: Tensors, gradients: Tensors) -> None:
     for name, gradient in gradients.items():
-        total[name] = total[name] + gradient if name in total else gradient
+        total[name] = promoted(total[name]) + promoted(gradient) if name in total else gradient
 
 
 def copied(tensors: Tensors) -> Tensors:

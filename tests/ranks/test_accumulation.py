@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,12 +100,14 @@ def test_parameter_used_in_some_micro_batches_only(micro: tuple[bool, ...], stag
 
 @case("B06")
 @on_ranks(1, 2)
-def test_low_precision_gradients_are_added_in_fp32(stage: int) -> None:
+@pytest.mark.parametrize("synced", [True, False], ids=["synced", "no_sync"])
+def test_low_precision_gradients_are_added_in_fp32(synced: bool, stage: int) -> None:
     """128 + 0.25 is 128 in bf16: the small one must not vanish."""
     model = nn.Linear(1, 1, bias=False)
     model, _ = zerodp.shard(model, sgd(model), stage=stage, precision="bf16")
-    for gradient in (128.0, 0.25):
-        model(torch.full((1, 1), gradient)).sum().backward()
+    with contextlib.nullcontext() if synced else model.no_sync():
+        model(torch.full((1, 1), 128.0)).sum().backward()
+    model(torch.full((1, 1), 0.25)).sum().backward()
     assert zerodp.full_grads(model)["weight"].item() == 128.25
 
 

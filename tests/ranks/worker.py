@@ -28,7 +28,7 @@ import torch._dynamo  # slow to import: once here, then forked
 import torch.distributed as dist
 
 # Warnings that torch gives itself, in plain runs as well.
-UNAVOIDABLE = [("The .grad attribute of a Tensor that is not a leaf", "torch._dynamo")]
+UNAVOIDABLE = [("The .grad attribute of a Tensor that is not a leaf", r"torch\._(dynamo|subclasses|functorch)")]
 GROUP_TIMEOUT = datetime.timedelta(seconds=120)
 
 
