@@ -63,10 +63,11 @@ class Stats:
     @property
     def memory(self) -> Memory:
         arena = self._runtime.arena
+        pinned = tuple(arena.pinned())  # looks at what was handed back, so that only what is really seen still counts
         now = {**dict.fromkeys(KINDS, 0), **arena.now, **state_bytes(self._runtime.optimizer)}
         state = sum(now[kind] for kind in ("first_moment", "second_moment", "other_state"))
         peak = {kind: max(now[kind], arena.peak.get(kind, 0)) for kind in now}
-        return Memory(now, peak, sum(now.values()), arena.total_peak + state, tuple(arena.pinned()))
+        return Memory(now, peak, sum(now.values()), arena.total_peak + state, pinned)
 
     def reset(self) -> None:
         """Start counting collectives, events and peaks anew."""
