@@ -267,7 +267,8 @@ def test_part_of_the_model_called_directly(units: Any, stage: int) -> None:
     def between(step: int, model: nn.Module, optimizer: Any) -> None:
         net: Any = model
         with torch.no_grad():
-            outputs[isinstance(model, zerodp.ShardedModule)] += [net.body(x), net.body.blocks[1](torch.ones(1, 6))]
+            called = [net.body(x)] if units == ["body", "head"] else [net.body(x), net.body.blocks[1](torch.ones(1, 6))]
+            outputs[isinstance(model, zerodp.ShardedModule)] += called
         if isinstance(model, zerodp.ShardedModule):
             assert zerodp.stats(model).memory.now["unsharded"] == 0
 
@@ -276,6 +277,21 @@ def test_part_of_the_model_called_directly(units: Any, stage: int) -> None:
     parity(Task(Headed, rows(3), between=between), stage=stage, units=units)
     for mine, expected in zip(outputs[True], outputs[False], strict=True):
         close("output", mine, expected)
+
+
+@case("B50")
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [3], ids="zero{}".format)
+def test_module_inside_a_unit_called_directly_is_a_clear_error(stage: int) -> None:
+    """Its own calls are not watched; the error names the unit and the way out, and does no harm."""
+
+    def between(step: int, model: nn.Module, optimizer: Any) -> None:
+        net: Any = model
+        if isinstance(model, zerodp.ShardedModule):
+            with pytest.raises(zerodp.ShardedError, match=r"'body\.blocks\.1\.a\.weight'.*unit 'body'.*full_params"):
+                net.body.blocks[1](torch.ones(1, 6))
+
+    parity(Task(Headed, rows(3), between=between), stage=stage, units=["body"])
 
 
 @on_ranks(2)
@@ -349,10 +365,14 @@ def test_state_dict_that_one_rank_cannot_load(bad_on: int, stage: int) -> None:
 def test_error_inside_the_gathered_context(write: bool, stage: int) -> None:
     """It passes through, and the next step is right."""
 
+    def generate(model: nn.Module) -> None:
+        with zerodp.full_params(model, write=write), torch.no_grad():
+            model(torch.ones(1, 3))
+            raise KeyError("generation")
+
     def between(step: int, model: nn.Module, optimizer: Any) -> None:
         if isinstance(model, zerodp.ShardedModule):
-            with pytest.raises(KeyError, match="generation"), zerodp.full_params(model, write=write), torch.no_grad():
-                model(torch.ones(1, 3))
-                raise KeyError("generation")
+            with pytest.raises(KeyError, match="generation"):
+                generate(model)
 
     parity(Task(Net, rows(3), between=between), stage=stage, units=[Block])
