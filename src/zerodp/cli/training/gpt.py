@@ -16,11 +16,14 @@ HEAD_WIDTH = 64
 class Rotary(nn.Module):
     """Positions as rotations of queries and keys."""
 
+    cos: Tensor  # [context, HEAD_WIDTH / 2]
+    sin: Tensor
+
     def __init__(self, context: int) -> None:
         super().__init__()
         half = HEAD_WIDTH // 2
         angles = torch.outer(torch.arange(context).float(), 10_000.0 ** (-torch.arange(half) / half))
-        self.register_buffer("cos", angles.cos(), persistent=False)  # [context, HEAD_WIDTH / 2]
+        self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +48,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, HEAD_WIDTH]
         y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        x = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x
 
 
 class GPT(nn.Module):

@@ -54,7 +54,7 @@ def build(settings: Settings, device: torch.device, **options: object) -> tuple[
     model = GPT(*shape_for(settings.params), settings.context)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     choices: dict[str, Any] = {"stage": settings.stage, "precision": settings.precision, "device": device, **options}
     return zerodp.shard(model, optimizer, **choices)
@@ -76,9 +76,10 @@ class Trainer:
         self.model, self.optimizer = build(settings, device)
         self.stats = zerodp.stats(self.model)
         self.step = 0
-        self.began = time.monotonic()
+        self.began = 0.0
 
-    def resume(self, step: int, seconds: float) -> None:
+    def begin(self, step: int, seconds: float) -> None:
+        """Start the clock: so many steps are done, which took so long."""
         self.step, self.began = step, time.monotonic() - seconds
 
     @property

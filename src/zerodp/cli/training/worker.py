@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,13 +76,15 @@ class _Run:
         self.corpus = open_corpus(settings.data, settings.context)
         self.trainer = Trainer(settings, self.corpus, device, dist.get_rank())
         self._check_text()
+        self.progress: dict[str, Any] = {"step": 0, "seconds": 0.0}
         if resumes:
-            self.trainer.resume(**state.load(folder, self.trainer.model, self.trainer.optimizer))
-        self.room = int(self.trainer.exchange([ledger.room(device)]).min())
+            self.progress = state.load(folder, self.trainer.model, self.trainer.optimizer)
 
     def run(self) -> int:
-        first = self.trainer.step
-        rows = ledger.measure(self.settings, self.trainer.device, self.room)
+        first = self.progress["step"]
+        room = int(self.trainer.exchange([ledger.room(self.trainer.device)]).min())
+        rows = ledger.measure(self.settings, self.trainer.device, room)
+        self.trainer.begin(**self.progress)
         if self.shows:
             report.write_stages(self.folder, rows, self.settings)
             log = report.Log(self.folder, first)
@@ -125,7 +128,8 @@ class _Run:
             if not self.shows:
                 return b""
             generator = torch.Generator().manual_seed(self.settings.seed)
-            return self.trainer.model.generate(PROMPT, self.settings.sample, generator)
+            text: bytes = self.trainer.model.generate(PROMPT, self.settings.sample, generator)
+            return text
 
     def _check_text(self) -> None:
         """Ranks on other machines may have another standard library."""
