@@ -27,7 +27,7 @@ class Settings:
     minutes: float | None = None
     batch: int = 4
     accumulate: int = 1
-    lr: float = 3e-3
+    lr: float = 2e-3
     seed: int = 0
     stage: int = 3
     precision: str = "fp32"
