@@ -52,7 +52,9 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     except ZeroError as error:
         problem, facts = error, []
     comm = Comm(mesh, exact=mesh.backend != "nccl", check=problem is None and settings.check)
-    said = comm.exchange_objects(None if problem is None else [type(problem).__name__, str(problem)], "the other ranks' shard()")
+    said = comm.exchange_objects(
+        None if problem is None else [type(problem).__name__, str(problem)], "the other ranks' shard()"
+    )
     share_verdict(said, problem)
     _compare(comm.exchange_objects(facts, "the other ranks' shard()"))
     if settings.exact is not None:
@@ -101,9 +103,15 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 def _facts(config: Config, plans: list[wrap.Plan], optimizer: Any) -> list[str]:
     """What must be the same on all ranks, in words."""
-    facts = [f"{name}={getattr(config, name)!r}" for name in ("stage", "precision", "reduction", "exact", "unsharded_bytes", "prefetch", "bucket_bytes", "check")]
+    facts = [
+        f"{name}={getattr(config, name)!r}"
+        for name in ("stage", "precision", "reduction", "exact", "unsharded_bytes", "prefetch", "bucket_bytes", "check")
+    ]
     for plan in plans:
-        facts += [f"unit {plan.name!r}: {name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}" for name, p, _ in plan.parameters]
+        facts += [
+            f"unit {plan.name!r}: {name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}"
+            for name, p, _ in plan.parameters
+        ]
     if optimizer is not None:
         names = {id(p): name for plan in plans for name, p, _ in plan.parameters}
         for number, group in enumerate(optimizer.param_groups):
@@ -114,7 +122,10 @@ def _facts(config: Config, plans: list[wrap.Plan], optimizer: Any) -> list[str]:
 def _compare(everyone: list[list[str]]) -> None:
     for rank, facts in enumerate(everyone):
         if facts != everyone[0]:
-            a, b = next(((a, b) for a, b in zip([*everyone[0], "nothing"], [*facts, "nothing"], strict=False) if a != b), ("nothing", "more"))
+            a, b = next(
+                ((a, b) for a, b in zip([*everyone[0], "nothing"], [*facts, "nothing"], strict=False) if a != b),
+                ("nothing", "more"),
+            )
             raise RankMismatchError(f"shard() was called differently: rank 0 has {a}; rank {rank} has {b}")
 
 
@@ -122,7 +133,9 @@ def _assemble(model: nn.Module, optimizer: Any, config: Config, plans: list[wrap
     device = _device(config, comm.mesh.device_type, model)
     arena = Arena(device)
     scaler = LossScaler(config.precision)
-    reducer = Reducer(arena, comm, config.reduction == "mean", config.precision.reduce_dtype if config.precision else None)
+    reducer = Reducer(
+        arena, comm, config.reduction == "mean", config.precision.reduce_dtype if config.precision else None
+    )
     units = [_unit(index, plan, config, comm) for index, plan in enumerate(plans)]
     names = {module: name for name, module in model.named_modules()}
     runtime = Runtime(units, arena, comm, reducer, names, config)
@@ -194,7 +207,9 @@ def _take_optimizer(optimizer: Any, plain: Any, runtime: Runtime, scaler: LossSc
     """The user's optimizer object over this rank's segments. Its groups stay the same dicts, so schedulers keep them."""
     groups, states = plain
     wrapped = optimizer.__dict__.pop("step", None)  # an LR scheduler's wrapper around the plain step
-    optimizer.__class__ = type(type(optimizer).__name__, (ShardedOptimizer, type(optimizer)), {"__module__": type(optimizer).__module__})
+    optimizer.__class__ = type(
+        type(optimizer).__name__, (ShardedOptimizer, type(optimizer)), {"__module__": type(optimizer).__module__}
+    )
     engine = optimizer._zerodp = Engine(runtime, scaler)
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         members = optimizer._members(parameters)
@@ -242,7 +257,7 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
             hook.remove()
         flat.replace(fulls)
         for parameter in flat.parameters:
-            del parameter._zerodp
+            del parameter._zerodp  # type: ignore[attr-defined]
     for holder, key, buffer in buffers:
         holder._buffers[key] = buffer
     model.__class__ = type(model).__mro__[2]
@@ -266,4 +281,3 @@ def _give_optimizer_back(optimizer: Any, state: dict[str, Any]) -> None:
         for flat, index in members:
             if flat.names[index] in state["state"]:
                 optimizer.state[flat.parameters[index]] = state["state"][flat.names[index]]
-

@@ -82,13 +82,20 @@ def compare(
             (expected / world if options.get("reduction", "mean") == "mean" else expected).backward()
         wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
         got = full_grads(model)
-        pairs += [(f"gradient of {name}", got[name] if name in got else torch.zeros_like(grad), grad) for name, grad in wanted.items()]
+        pairs += [
+            (f"gradient of {name}", got[name] if name in got else torch.zeros_like(grad), grad)
+            for name, grad in wanted.items()
+        ]
         optimizer.step()
         oracle.step()
         optimizer.zero_grad()
         oracle.zero_grad()
         now = full_state_dict(model, rank0_only=False)
-        pairs += [(f"parameter {name}" if name in dict(plain.named_parameters()) else f"buffer {name}", now[name], value) for name, value in plain.state_dict().items() if isinstance(value, Tensor)]
+        pairs += [
+            (f"parameter {name}" if name in dict(plain.named_parameters()) else f"buffer {name}", now[name], value)
+            for name, value in plain.state_dict().items()
+            if isinstance(value, Tensor)
+        ]
         for name, a, b in pairs:
             difference = _difference(a, b)
             largest = max(largest, difference)

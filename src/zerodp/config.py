@@ -18,7 +18,18 @@ from .core.stages import STAGES
 from .errors import ConfigError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+BYTE_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 # Names that people bring from other libraries, and what to write here.
 RENAMED = {
@@ -46,7 +57,11 @@ def unknown(what: str, name: str, names: Iterable[str]) -> str:
 def number(name: str, value: Any, above: float | None = None, below: float | None = None, also: str = "") -> None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not good or (above is not None and not value > above) or (below is not None and not value < below):
-        span = " ".join(t for t in (f"above {above}" if above is not None else "", f"below {below}" if below is not None else "") if t)
+        span = " ".join(
+            t
+            for t in (f"above {above}" if above is not None else "", f"below {below}" if below is not None else "")
+            if t
+        )
         raise ConfigError(f"{name}: expected a number {span}{f' or {also}' if also else ''}, got {value!r}")
 
 
@@ -110,7 +125,12 @@ class Precision:
                 raise ConfigError(f"Precision.{name}: expected one of {', '.join(map(str, FLOATS))}, got {value!r}")
         if self.loss_scale != "dynamic":
             number("Precision.loss_scale", self.loss_scale, above=0, also='"dynamic"')
-        for name, above, below in (("init_scale", 0, None), ("growth", 1, None), ("backoff", 0, 1), ("min_scale", 0, None)):
+        for name, above, below in (
+            ("init_scale", 0, None),
+            ("growth", 1, None),
+            ("backoff", 0, 1),
+            ("min_scale", 0, None),
+        ):
             number(f"Precision.{name}", getattr(self, name), above=above, below=below)
         for name in ("growth_interval", "hysteresis"):
             whole(f"Precision.{name}", getattr(self, name), least=1)
@@ -171,7 +191,9 @@ class Config:
     def of(cls, config: Config | None, options: Mapping[str, Any]) -> Config:
         """`config` with `options` put over it; unknown names are refused with the nearest valid one."""
         if config is not None and not isinstance(config, Config):
-            raise ConfigError(f"config: expected a zerodp.Config, got {type(config).__name__}; pass options by name: shard(model, optimizer, stage=3)")
+            raise ConfigError(
+                f"config: expected a zerodp.Config, got {type(config).__name__}; pass options by name: shard(model, optimizer, stage=3)"
+            )
         names = [f.name for f in dataclasses.fields(cls)]
         for name in options:
             if name not in names:
@@ -187,10 +209,14 @@ def _stage(value: Any) -> Any:
             if isinstance(one, bool) or one not in STAGES:
                 raise ConfigError(f"stage[{key!r}]: expected one of {sorted(STAGES)}, got {one!r}")
         if "*" not in value:
-            raise ConfigError(f'stage: a mapping needs "*" for the units that no other pattern names, got only {list(value)}')
+            raise ConfigError(
+                f'stage: a mapping needs "*" for the units that no other pattern names, got only {list(value)}'
+            )
         return dict(value)
     if isinstance(value, bool) or not isinstance(value, int) or value not in STAGES:
-        raise ConfigError(f"stage: expected one of {sorted(STAGES)} or a mapping from unit patterns to them, got {value!r}")
+        raise ConfigError(
+            f"stage: expected one of {sorted(STAGES)} or a mapping from unit patterns to them, got {value!r}"
+        )
     return value
 
 
@@ -200,7 +226,10 @@ def _precision(value: Any) -> Precision | None:
     if isinstance(value, str) and value in PRECISIONS:
         return PRECISIONS[value]
     near = difflib.get_close_matches(str(value), PRECISIONS, 1)
-    raise ConfigError(f"precision: expected one of {list(PRECISIONS)} or zerodp.Precision(...), got {value!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    raise ConfigError(
+        f"precision: expected one of {list(PRECISIONS)} or zerodp.Precision(...), got {value!r}"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
@@ -225,5 +254,7 @@ def _units(value: Any) -> Callable[..., Any] | tuple[Any, ...]:
     items = tuple(value)
     for item in items:
         if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, torch.nn.Module))):
-            raise ConfigError(f"units: expected module classes, glob patterns over module names, or a function (name, module) -> bool; got {item!r}")
+            raise ConfigError(
+                f"units: expected module classes, glob patterns over module names, or a function (name, module) -> bool; got {item!r}"
+            )
     return items

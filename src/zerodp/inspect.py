@@ -30,7 +30,9 @@ class Memory:
     peak: dict[str, int]
     total_now: int
     total_peak: int
-    pinned: tuple[tuple[str, int], ...] = ()  # (unit, bytes) of pages given back while a tensor of the user still sees them
+    pinned: tuple[
+        tuple[str, int], ...
+    ] = ()  # (unit, bytes) of pages given back while a tensor of the user still sees them
 
 
 class Stats:
@@ -83,7 +85,13 @@ def state_bytes(optimizer: ShardedOptimizer | None) -> dict[str, int]:
         for key, value in state.items():
             if isinstance(value, Tensor):
                 elementwise = value.numel() == segment.numel() and value.dim() == 1
-                kind = "first_moment" if key in FIRST and elementwise else "second_moment" if key in SECOND and elementwise else "other_state"
+                kind = (
+                    "first_moment"
+                    if key in FIRST and elementwise
+                    else "second_moment"
+                    if key in SECOND and elementwise
+                    else "other_state"
+                )
                 found[kind] += value.nbytes
     return found
 
@@ -97,7 +105,9 @@ def describe(model: nn.Module) -> str:
     """The units of a sharded model, what of each rests where on this rank, and bytes by kind."""
     runtime = runtime_of(model)
     mesh = runtime.comm.mesh
-    lines = [f"{type(model).__name__} on rank {mesh.world.rank} of {mesh.world.size} ({mesh.device_type}, {mesh.backend})"]
+    lines = [
+        f"{type(model).__name__} on rank {mesh.world.rank} of {mesh.world.size} ({mesh.device_type}, {mesh.backend})"
+    ]
     width = max(len(unit.name) for unit in runtime.units)
     for unit in runtime.units:
         for flat in unit.flats:
@@ -105,7 +115,11 @@ def describe(model: nn.Module) -> str:
             where = "sharded" if flat.pages or flat.full is None else "whole"
             split = f"1/{flat.group.size}" + (f" x {flat.replicas.size} replicas" if flat.replicas.size > 1 else "")
             rest = f", {_name(flat.shard_dtype)} shard" if flat.shard_dtype != flat.param_dtype else ""
-            grads = ("gradients " + ("sharded" if flat.residency.shards_gradients else "whole")) if flat.trains else "frozen"
+            grads = (
+                ("gradients " + ("sharded" if flat.residency.shards_gradients else "whole"))
+                if flat.trains
+                else "frozen"
+            )
             lines.append(
                 f"  {unit.name:{width}}  {len(flat.parameters):4} parameters {numel:>14,} elements  {_name(flat.param_dtype)} "
                 f"{where}{rest}, optimizer {split}, {grads}"

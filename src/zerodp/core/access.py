@@ -55,7 +55,9 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
         raise ShardedError("full_params() inside a forward or backward pass: parameters are gathered on use there")
     runtime.control.require(Kind.FULL)
     if write and any(unit.opened for unit in units):
-        raise ShardedError("full_params(write=True) inside another full_params() of the same parameters: ask for write=True on the outer one")
+        raise ShardedError(
+            "full_params(write=True) inside another full_params() of the same parameters: ask for write=True on the outer one"
+        )
     brought = [unit for unit in units if not unit.opened]
     for unit in brought:
         if unit.pages and not unit.present:
@@ -87,19 +89,23 @@ def _keep(runtime: Runtime, units: list[Unit]) -> None:
     for unit in units:
         for flat in unit.flats:
             commit(runtime, flat, _gathered(flat))
-    for unit in [*runtime.cache.clear(), *units]:
+    for unit in [*runtime.pager.cache.clear(), *units]:
         unit.free()
 
 
-def _drop(runtime: Runtime, units: list[Unit], kept: dict[Flat, list[Tensor]], versions: list[tuple[Any, int]], failing: bool) -> None:
+def _drop(
+    runtime: Runtime, units: list[Unit], kept: dict[Flat, list[Tensor]], versions: list[tuple[Any, int]], failing: bool
+) -> None:
     """Give the pages back, and refuse edits: seen by their version, or (made through .data) by their values."""
     edited = next((p._zerodp.name for p, version in versions if p._version != version), None)
-    edited = edited or next((name for flat, before in kept.items() if (name := _changed(flat, before)) is not None), None)
+    edited = edited or next(
+        (name for flat, before in kept.items() if (name := _changed(flat, before)) is not None), None
+    )
     said = runtime.comm.exchange_objects(edited, "the end of full_params()")
     edited = next((name for name in said if name is not None), None)
     for unit in units:
         if edited is not None:
-            runtime.cache.forget(unit)
+            runtime.pager.cache.forget(unit)
             for flat in unit.flats:
                 if flat.full is not None:  # its own part may be the master itself
                     for mine, before in zip(_own(flat), kept[flat], strict=True):
@@ -111,7 +117,9 @@ def _drop(runtime: Runtime, units: list[Unit], kept: dict[Flat, list[Tensor]], v
         else:
             unit.free()
     if edited is not None and not failing:
-        raise ShardedError(f"parameter {edited!r} was edited inside full_params() without write=True; the edit is dropped")
+        raise ShardedError(
+            f"parameter {edited!r} was edited inside full_params() without write=True; the edit is dropped"
+        )
 
 
 def _gathered(flat: Flat) -> Tensor:
@@ -191,7 +199,12 @@ def whole(runtime: Runtime) -> Iterator[None]:
 @contextlib.contextmanager
 def rank0_buffers(runtime: Runtime) -> Iterator[None]:
     """Inside, every rank sees rank 0's buffers, which are what state dicts and checkpoints hold."""
-    own = [(module, key, buffer) for module in runtime.module_names for key, buffer in module._buffers.items() if buffer is not None]
+    own = [
+        (module, key, buffer)
+        for module in runtime.module_names
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     for module, key, buffer in own:
         module._buffers[key] = copy = buffer.clone(memory_format=torch.contiguous_format)
         if copy.numel():
@@ -227,7 +240,10 @@ def _write(flat: Flat, index: int, new: Tensor, old: Tensor) -> None:
     """This rank's segments of one parameter, where the value changed."""
     numel = new.numel()
     size, stride, _ = flat.shapes[index]
-    fresh, before = (torch.empty_strided(size, stride, dtype=v.dtype, device=v.device).copy_(v).as_strided((numel,), (1,)) for v in (new, old))
+    fresh, before = (
+        torch.empty_strided(size, stride, dtype=v.dtype, device=v.device).copy_(v).as_strided((numel,), (1,))
+        for v in (new, old)
+    )
     for segment in (s for s in flat.segments if s.index == index):
         mine = flat.shard[segment.piece][segment.offset : segment.offset + segment.numel]
         a, b = fresh[segment.start : segment.stop], before[segment.start : segment.stop]
@@ -252,7 +268,10 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | tor
         return {}
     result: dict[str, Any] = {}
     for key, value in plain.items():
-        result[key] = values.get(id(value), value.detach().to(device, copy=True) if isinstance(value, Tensor) and id(value) not in values else value)
+        result[key] = values.get(
+            id(value),
+            value.detach().to(device, copy=True) if isinstance(value, Tensor) and id(value) not in values else value,
+        )
     return result
 
 
@@ -272,7 +291,7 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
         for piece, mine in enumerate(flat.grad):
             a, b = flat.layout.part(piece, flat.group.rank)
             whole[a:b].copy_(mine)
-            runtime.comm.all_gather(whole[flat.layout.cuts[piece] : flat.layout.cuts[piece + 1]], flat.group, flat.unit.name).wait()
+            runtime.comm.all_gather(whole[flat.layout.pieces[piece]], flat.group, flat.unit.name).wait()
         if flat.grad_scale != 1.0:
             whole.div_(flat.grad_scale)
         for index, name in enumerate(flat.names):
@@ -302,6 +321,10 @@ def _local(runtime: Runtime, kind: str) -> Iterator[tuple[str, Slice, Tensor]]:
         for segment in flat.segments:
             where = slice(segment.start, segment.stop)
             if kind == "parameters":
-                yield flat.names[segment.index], where, flat.shard[segment.piece][segment.offset : segment.offset + segment.numel]
+                yield (
+                    flat.names[segment.index],
+                    where,
+                    flat.shard[segment.piece][segment.offset : segment.offset + segment.numel],
+                )
             elif flat.grad is not None:
                 yield flat.names[segment.index], where, part(flat, segment)

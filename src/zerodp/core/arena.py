@@ -17,10 +17,10 @@ KINDS = ("parameters", "gradients", "master", "first_moment", "second_moment", "
 class Slot:
     """A borrowed buffer: `tensor` is [numel] of the asked dtype, `views` a cache for whoever cuts it the same way each time."""
 
-    __slots__ = ("buffer", "tensor", "nbytes", "kind", "base", "views", "label", "address")
+    __slots__ = ("address", "base", "buffer", "kind", "label", "nbytes", "tensor", "views")
 
     def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
+        self.buffer = self.tensor = buffer
         self.address = buffer.untyped_storage()._cdata  # identifies the storage to saved-tensor hooks
         self.views: dict[Any, list[Tensor]] = {}
 

@@ -17,7 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class CommRow:
 class Handle:
     """A collective under way."""
 
-    __slots__ = ("comm", "works", "lane", "sequence", "what", "result")
+    __slots__ = ("comm", "lane", "result", "sequence", "what", "works")
 
     def __init__(self, comm: Comm, works: Sequence[Any], lane: str, what: str, result: Any = None) -> None:
         self.comm, self.works, self.lane, self.what, self.result = comm, works, lane, what, result
@@ -104,7 +104,9 @@ class Comm:
         if self.pairwise:
             own = parts[group.rank]
             tag = _tag(unit)
-            works = [w for peer in _peers(group) for w in (pg.send([own], peer, tag), pg.recv([parts[peer]], peer, tag))]
+            works = [
+                w for peer in _peers(group) for w in (pg.send([own], peer, tag), pg.recv([parts[peer]], peer, tag))
+            ]
         else:
             works = [_all_gather(out, parts[group.rank], group=pg, async_op=True)]
         return Handle(self, works, lane_name(group, GATHER), what)
@@ -117,7 +119,9 @@ class Comm:
             return numel // group.size
         return numel // group.size * (group.size - 1 if self.pairwise else group.size)
 
-    def reduce_scatter(self, bucket: Tensor, receive: Tensor, group: Group, unit: str, op: str = "reduce_scatter") -> Handle:
+    def reduce_scatter(
+        self, bucket: Tensor, receive: Tensor, group: Group, unit: str, op: str = "reduce_scatter"
+    ) -> Handle:
         """Send each rank its part of `bucket` [size * n]. The result is a list of [n] whose sum, in that order, is this rank's."""
         n = bucket.numel() // group.size
         parts = list(bucket.split(n))
@@ -127,10 +131,22 @@ class Comm:
         what = f"the reduction of unit {unit!r}"
         pg = self._lane(group, REDUCE, what)
         if not self.exact:
-            return Handle(self, [_reduce_scatter(receive, bucket, group=pg, async_op=True)], lane_name(group, REDUCE), what, [receive])
+            return Handle(
+                self,
+                [_reduce_scatter(receive, bucket, group=pg, async_op=True)],
+                lane_name(group, REDUCE),
+                what,
+                [receive],
+            )
         space = list(receive.split(n))
         if not self.pairwise:
-            return Handle(self, [dist.all_to_all_single(receive, bucket, group=pg, async_op=True)], lane_name(group, REDUCE), what, space)
+            return Handle(
+                self,
+                [dist.all_to_all_single(receive, bucket, group=pg, async_op=True)],
+                lane_name(group, REDUCE),
+                what,
+                space,
+            )
         works, tag = [], _tag(unit)
         for peer in _peers(group):
             works += [pg.send([parts[peer]], peer, tag), pg.recv([space[peer - (peer > group.rank)]], peer, tag)]
@@ -144,7 +160,12 @@ class Comm:
             self.count("broadcast", unit, tensor.dtype, tensor.numel() if world.rank == 0 else 0, 1)
             what = f"the broadcast of unit {unit!r}"
             pg = self._lane(world, GATHER, what)
-            Handle(self, [dist.broadcast(_bytes(tensor), group=pg, group_src=0, async_op=True)], lane_name(world, GATHER), what).wait()
+            Handle(
+                self,
+                [dist.broadcast(_bytes(tensor), group=pg, group_src=0, async_op=True)],
+                lane_name(world, GATHER),
+                what,
+            ).wait()
 
     # ---- control: small messages on the host, ints and floats
 
@@ -216,7 +237,7 @@ class Watch:
 
     PATIENCE, INTERVAL = 2.0, 0.5  # seconds
 
-    _numbers: dict[tuple[int, ...], int] = {}
+    _numbers: ClassVar[dict[tuple[int, ...], int]] = {}
 
     def __init__(self, comm: Comm, enabled: bool) -> None:
         self.current: Handle | None = None
@@ -225,7 +246,9 @@ class Watch:
             return
         world = comm.mesh.world
         number = Watch._numbers[world.ranks] = Watch._numbers.get(world.ranks, 0) + 1  # the same on all ranks
-        self.store = dist.PrefixStore(f"zerodp/{'-'.join(map(str, world.ranks))}/{number}", dist.distributed_c10d._get_default_store())
+        self.store = dist.PrefixStore(
+            f"zerodp/{'-'.join(map(str, world.ranks))}/{number}", dist.distributed_c10d._get_default_store()
+        )
         self._publish({})
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="zerodp-watch", daemon=True).start()
@@ -239,7 +262,9 @@ class Watch:
         if not self.enabled:
             return None
         try:
-            for _ in range(6):  # the finder writes before it breaks, but this rank may see the break first through a third one
+            for _ in range(
+                6
+            ):  # the finder writes before it breaks, but this rank may see the break first through a third one
                 if self.store.check(["verdict"]):
                     return self.store.get("verdict").decode()
                 time.sleep(0.05)
@@ -290,12 +315,21 @@ class Watch:
         states = [json.loads(self.store.get(str(r))) for r in range(world.size)]
         stuck = {r for r, s in enumerate(states) if s}
         for _ in range(world.size):
-            stuck = {r for r in stuck if any(q != r and world.ranks[q] in states[r]["group"] and _misses(states[q], states[r]) for q in stuck)}
+            stuck = {
+                r
+                for r in stuck
+                if any(q != r and world.ranks[q] in states[r]["group"] and _misses(states[q], states[r]) for q in stuck)
+            }
         if world.rank not in stuck:
             return ""
-        lines = [f"rank {r} waits for {s['what']}, after {s['last']}" if s else f"rank {r} is not waiting" for r, s in enumerate(states)]
+        lines = [
+            f"rank {r} waits for {s['what']}, after {s['last']}" if s else f"rank {r} is not waiting"
+            for r, s in enumerate(states)
+        ]
         return (
-            "the ranks wait for different things and would wait for ever: " + "; ".join(lines) + ". Every rank must call the same modules, "
+            "the ranks wait for different things and would wait for ever: "
+            + "; ".join(lines)
+            + ". Every rank must call the same modules, "
             "backward passes, steps and collective functions of zerodp in the same order; inside zerodp.full_params() forward passes need not match"
         )
 
@@ -319,7 +353,9 @@ def _misses(state: dict[str, Any], wait: dict[str, Any]) -> bool:
     lane, sequence = wait["lane"], wait["sequence"]
     if state["launched"].get(lane, 0) < sequence:
         return True
-    return any(a == lane and n == sequence and what != wait["what"] for a, n, what in state["history"] if lane != CONTROL)
+    return any(
+        a == lane and n == sequence and what != wait["what"] for a, n, what in state["history"] if lane != CONTROL
+    )
 
 
 def gather_objects(value: Any) -> list[Any]:

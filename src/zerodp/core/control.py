@@ -97,8 +97,10 @@ class Control:
                 self.runtime.revise(key, bool(rows[:, self.ARRIVED].any()))
 
     def _message(self, kind: Kind, argument: int) -> Tensor:
-        fingerprint = self.runtime.fingerprint
-        waiting = sum(1 << unit.index for unit in self.runtime.units if any(flat.bucket is not None for flat in unit.flats))
+        fingerprint = self.runtime.pager.fingerprint
+        waiting = sum(
+            1 << unit.index for unit in self.runtime.units if any(flat.bucket is not None for flat in unit.flats)
+        )
         row = [int(kind), argument, fingerprint.value, fingerprint.launches, 0, 0, int(waiting > 0), 0]
         row += _split(waiting, self.columns[self.UNITS][1])
         gradients = position = 0
@@ -112,7 +114,9 @@ class Control:
 
     def share(self, error: Exception | None) -> None:
         """A mistake found on one rank is raised on all of them, before anything is changed."""
-        said = self.comm.exchange_objects(None if error is None else [type(error).__name__, str(error)], "the verdict of all ranks")
+        said = self.comm.exchange_objects(
+            None if error is None else [type(error).__name__, str(error)], "the verdict of all ranks"
+        )
         share_verdict(said, error)
 
     # ---- reading

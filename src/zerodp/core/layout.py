@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 ALIGN = 64
 
@@ -60,9 +61,14 @@ class Layout:
         return sum(self.numels)
 
     @cached_property
+    def pieces(self) -> tuple[slice, ...]:
+        """Of the flat buffer; one collective each."""
+        return tuple(slice(a, b) for a, b in pairwise(self.cuts))
+
+    @cached_property
     def piece_numels(self) -> tuple[int, ...]:
         """Of one rank's part of each piece."""
-        return tuple((b - a) // self.num_shards for a, b in zip(self.cuts, self.cuts[1:], strict=False))
+        return tuple((piece.stop - piece.start) // self.num_shards for piece in self.pieces)
 
     def part(self, piece: int, rank: int) -> tuple[int, int]:
         """[start, stop) in the flat buffer of what `rank` owns of `piece`."""

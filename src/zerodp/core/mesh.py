@@ -80,7 +80,9 @@ def resolve(mesh: Any, device: torch.device | None) -> Mesh:
     accelerators = [t for t in types if parent._get_backend(torch.device(t)).name() not in ("gloo", "fake")]
     device_type = device.type if device is not None else (accelerators or ["cpu"])[0]
     if device_type not in types:
-        raise ConfigError(f"device: the process group's backend serves {', '.join(types)}, not {device_type!r}; pick another device or backend")
+        raise ConfigError(
+            f"device: the process group's backend serves {', '.join(types)}, not {device_type!r}; pick another device or backend"
+        )
     backend = parent._get_backend(torch.device(device_type)).name()
     return Mesh(
         _group(world, 2, backend),
@@ -108,7 +110,9 @@ def _ranks(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]
         ranks = tuple(mesh.mesh.flatten().tolist())
         return ranks, ranks, (me,), mesh.get_group()
     if mesh.ndim != 2 or names != ("replicate", "shard"):
-        raise ConfigError(f'mesh: expected one dim, or two named ("replicate", "shard"), got dims {names or mesh.ndim}; of a larger mesh pass that slice')
+        raise ConfigError(
+            f'mesh: expected one dim, or two named ("replicate", "shard"), got dims {names or mesh.ndim}; of a larger mesh pass that slice'
+        )
     rows = mesh.mesh.tolist()
     row = next((r for r in rows if me in r), None)
     if row is None:
@@ -134,9 +138,9 @@ def _make(ranks: Sequence[int], lane: str, backend: str) -> Any:
 
 def _timeout() -> datetime.timedelta:
     """The limit the user gave to init_process_group."""
-    world = dist.group.WORLD
+    world: Any = dist.group.WORLD
     for device in world._device_types:
         limit = getattr(world._get_backend(device).options, "_timeout", None)
         if limit is not None:
-            return limit
+            return limit  # type: ignore[no-any-return]
     return dist.default_pg_timeout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from ..config import Precision
 from ..errors import ConfigError, ShardedError
 from . import access
+from .optimizer import zero_grad as drop_gradients
 from .runtime import Runtime
 from .unit import Flat
-from .optimizer import zero_grad as drop_gradients
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """torch.compile must not look into the engine: it breaks the graph there."""
+    return torch._dynamo.disable(function)  # type: ignore[no-any-return]
 
 
 class ShardedModule(nn.Module):
@@ -50,8 +57,12 @@ class ShardedModule(nn.Module):
             CheckpointError: keys or shapes that do not fit, with both shapes; nothing is changed then.
         """
         if assign:
-            raise ConfigError("load_state_dict(assign=True) would replace sharded parameters by new ones; use assign=False")
-        return access.load(self._zerodp, state_dict, lambda: super(ShardedModule, self).load_state_dict(state_dict, strict=strict))
+            raise ConfigError(
+                "load_state_dict(assign=True) would replace sharded parameters by new ones; use assign=False"
+            )
+        return access.load(
+            self._zerodp, state_dict, lambda: super(ShardedModule, self).load_state_dict(state_dict, strict=strict)
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for flat in self._zerodp.flats():
@@ -65,7 +76,9 @@ class ShardedModule(nn.Module):
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise ShardedError("deepcopy of a sharded model: copy it before shard(), or load zerodp.full_state_dict(model) into a fresh one")
+        raise ShardedError(
+            "deepcopy of a sharded model: copy it before shard(), or load zerodp.full_state_dict(model) into a fresh one"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardedError("pickling of a sharded model: save model.state_dict() instead")
@@ -91,6 +104,7 @@ def install(model: nn.Module, runtime: Runtime, precision: Precision | None) -> 
         if isinstance(module, nn.TransformerEncoder) and len(module.layers):
             # its fast path looks into the first layer before calling it
             handles.append(module.register_forward_pre_hook(hooks.look_ahead(next(iter(module.layers)))))
+
     def rearm() -> None:
         for flat in runtime.flats():
             for _, hook in flat.nodes:
@@ -102,7 +116,7 @@ def install(model: nn.Module, runtime: Runtime, precision: Precision | None) -> 
 
     rearm()
     runtime.rearm = rearm
-    runtime.plain_state_dict = super(ShardedModule, model).state_dict  # type: ignore[arg-type]
+    runtime.plain_state_dict = super(ShardedModule, model).state_dict  # type: ignore[misc]
     return handles
 
 
@@ -112,10 +126,10 @@ def arm(runtime: Runtime, flat: Flat, index: int) -> None:
     needs = parameter.requires_grad
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         parameter.requires_grad_(True)
-        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         parameter.requires_grad_(needs)
 
-    @torch._dynamo.disable
+    @untraced
     def accumulated(*_: Any) -> None:
         runtime.arrived(flat, index, parameter)
 
@@ -129,7 +143,7 @@ class Hooks:
         self.runtime, self.guard, self.precision = runtime, guard, precision
         self.autocast_cache: bool | None = None
 
-    @torch._dynamo.disable
+    @untraced
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.runtime.passes:
             self.guard.check()
@@ -143,7 +157,7 @@ class Hooks:
             return cast(args, self.precision.param_dtype), cast(kwargs, self.precision.param_dtype)
         return None
 
-    @torch._dynamo.disable
+    @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.runtime.leave(module):
             return None
@@ -161,10 +175,10 @@ class Hooks:
     def look_ahead(self, layer: nn.Module) -> Any:
         parameters = list(layer.parameters())
 
-        @torch._dynamo.disable
+        @untraced
         def demand(module: nn.Module, args: Any) -> None:
             for parameter in parameters:
-                self.runtime.demand(parameter._zerodp.flat.unit)
+                self.runtime.demand(parameter._zerodp.flat.unit)  # type: ignore[attr-defined]
 
         return demand
 
@@ -174,9 +188,18 @@ class Guard:
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.modules = [(name, module, len(module._parameters), len(module._modules)) for name, module in model.named_modules()]
-        self.children = [(name, m._modules, key, child) for name, m in model.named_modules() for key, child in m._modules.items()]
-        self.slots = [(name, m._parameters, key, p) for name, m in model.named_modules() for key, p in m._parameters.items() if p is not None]
+        self.modules = [
+            (name, module, len(module._parameters), len(module._modules)) for name, module in model.named_modules()
+        ]
+        self.children = [
+            (name, m._modules, key, child) for name, m in model.named_modules() for key, child in m._modules.items()
+        ]
+        self.slots = [
+            (name, m._parameters, key, p)
+            for name, m in model.named_modules()
+            for key, p in m._parameters.items()
+            if p is not None
+        ]
 
     def check(self) -> None:
         for name, module, num_parameters, num_modules in self.modules:
@@ -208,7 +231,9 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         done = {key: cast(item, dtype) for key, item in value.items()}
         return done if type(value) is dict else _refilled(value, done)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{f.name: cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init})
+        return dataclasses.replace(
+            value, **{f.name: cast(getattr(value, f.name), dtype) for f in dataclasses.fields(value) if f.init}
+        )
     return value
 
 

@@ -27,7 +27,11 @@ def _parts(engine: Engine) -> list[tuple[Flat, Tensor]]:
 
 def total_norm(engine: Engine, p: float) -> float:
     """The global p-norm of the unscaled gradients, the same on all ranks (a collective)."""
-    powers = [_power(tensor, p) * (flat.grad_scale ** -(p if p != math.inf else 1.0)) for flat, tensor in _parts(engine) if _counts(flat)]
+    powers = [
+        _power(tensor, p) * (flat.grad_scale ** -(p if p != math.inf else 1.0))
+        for flat, tensor in _parts(engine)
+        if _counts(flat)
+    ]
     mine = torch.stack(powers) if powers else torch.zeros(1, dtype=torch.float64)
     mine = mine.max() if p == math.inf else mine.sum()
     rows = engine.runtime.comm.exchange(mine.reshape(1).cpu(), "the gradient norm").wait()[:, 0]

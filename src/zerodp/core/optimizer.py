@@ -29,10 +29,10 @@ class SegmentParameter(nn.Parameter):
     flat: Flat
     segment: Segment
     engine: Engine
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """Inside `step()` what the step was given; outside, this segment's part of the reduced gradient, live."""
         given = grad_of(self)
         if given is not None or self.engine.stepping:
@@ -59,7 +59,9 @@ class Engine:
         self.last_step_skipped = False
         self.grad_scaler: Any = None  # a torch.amp.GradScaler that drives the next step
         self.stepping = False
-        self.members: list[list[tuple[Flat, int]]] = []  # per group: its parameters, whether this rank has a segment or not
+        self.members: list[
+            list[tuple[Flat, int]]
+        ] = []  # per group: its parameters, whether this rank has a segment or not
 
     def segments_of(self, flat: Flat, index: int) -> list[SegmentParameter]:
         if (flat, index) not in self.segments:
@@ -172,11 +174,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, "params": [s for m in members for s in engine.segments_of(*m)]})
         engine.members.append(members)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The full state by parameter name, on every rank (a collective)."""
         return optimizer_state.full_state(self)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a full state: this library's by name, or plain torch's by index in the order of the groups (a collective)."""
         optimizer_state.load_full_state(self, state_dict)
 
@@ -190,7 +192,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             where = getattr(parameter, "_zerodp", None)
             if where is None or where.flat.unit.runtime is not self._zerodp.runtime:
-                raise ConfigError(f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the sharded model")
+                raise ConfigError(
+                    f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is no parameter of the sharded model"
+                )
             found.append((where.flat, where.index))
         return found
 
@@ -271,7 +275,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             found = scaler._per_optimizer_states[id(self)]["found_inf_per_device"]
             device = self._zerodp.runtime.arena.device
             mine = sum(float(value) for value in found.values())
-            everyone = self._zerodp.runtime.comm.exchange(torch.tensor([mine], dtype=torch.float64), "the overflow verdict of GradScaler").wait()
+            everyone = self._zerodp.runtime.comm.exchange(
+                torch.tensor([mine], dtype=torch.float64), "the overflow verdict of GradScaler"
+            ).wait()
             found[device] = torch.full((), float(everyone.sum() > 0), dtype=torch.float32, device=device)
             if bool(everyone.sum() > 0):
                 self._zerodp.last_step_skipped = True

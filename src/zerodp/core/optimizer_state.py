@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from .unit import Flat
 
 PLAIN = (bool, int, float, str, type(None))
-SCALARS = ("step", "mu_product", "eta", "mu")  # torch's per-parameter scalars, which look elementwise beside a 0-dim parameter
+SCALARS = (
+    "step",
+    "mu_product",
+    "eta",
+    "mu",
+)  # torch's per-parameter scalars, which look elementwise beside a 0-dim parameter
 
 
 def cut(key: str, value: Any, segment: SegmentParameter, error: type[ZeroError] = CheckpointError) -> Any:
@@ -26,7 +31,9 @@ def cut(key: str, value: Any, segment: SegmentParameter, error: type[ZeroError] 
         return value
     if value.shape == size and (value.dim() > 0 or key not in SCALARS):
         laid = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device).copy_(value)
-        return laid.as_strided((laid.numel(),), (1,))[segment.segment.start : segment.segment.stop].to(segment.device, copy=True)
+        return laid.as_strided((laid.numel(),), (1,))[segment.segment.start : segment.segment.stop].to(
+            segment.device, copy=True
+        )
     if value.numel() == 1:
         return value.to(segment.device, copy=True)
     raise error(
@@ -61,9 +68,17 @@ def full_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
     for theirs in everyone:
         for name, described in theirs.items():
             keys.setdefault(name, {}).update({k: v for k, v in described.items() if k not in keys.get(name, {})})
-    state: dict[str, dict[str, Any]] = {name: {key: _plain(what) for key, what in described.items() if what[0] != "elementwise"} for name, described in keys.items()}
+    state: dict[str, dict[str, Any]] = {
+        name: {key: _plain(what) for key, what in described.items() if what[0] != "elementwise"}
+        for name, described in keys.items()
+    }
     for flat in engine.runtime.flats():
-        wanted = {(key, what[1]) for name in flat.names for key, what in keys.get(name, {}).items() if what[0] == "elementwise"}
+        wanted = {
+            (key, what[1])
+            for name in flat.names
+            for key, what in keys.get(name, {}).items()
+            if what[0] == "elementwise"
+        }
         for key, dtype in sorted(wanted):
             whole = _gather(optimizer, flat, key, getattr(torch, dtype))
             for index, name in enumerate(flat.names):
@@ -86,7 +101,9 @@ def _describe(value: Any, segment: SegmentParameter) -> list[Any]:
         return ["scalar", str(value.dtype).removeprefix("torch."), value.item(), list(value.shape)]
     if isinstance(value, PLAIN):
         return ["value", value]
-    raise CheckpointError(f"optimizer state of parameter {segment.full_name!r} holds a {type(value).__name__}; only tensors and plain values can be gathered")
+    raise CheckpointError(
+        f"optimizer state of parameter {segment.full_name!r} holds a {type(value).__name__}; only tensors and plain values can be gathered"
+    )
 
 
 def _plain(described: list[Any]) -> Any:
@@ -105,9 +122,8 @@ def _gather(optimizer: ShardedOptimizer, flat: Flat, key: str, dtype: torch.dtyp
             if is_elementwise(value, segment):
                 start = flat.layout.part(segment.segment.piece, flat.group.rank)[0] + segment.segment.offset
                 whole[start : start + segment.numel()].copy_(value)
-    cuts = flat.layout.cuts
-    for a, b in zip(cuts, cuts[1:], strict=False):
-        engine.runtime.comm.all_gather(whole[a:b], flat.group, flat.unit.name).wait()
+    for piece in flat.layout.pieces:
+        engine.runtime.comm.all_gather(whole[piece], flat.group, flat.unit.name).wait()
     return whole
 
 
@@ -120,12 +136,14 @@ def load_full_state(optimizer: ShardedOptimizer, given: dict[str, Any]) -> None:
         groups, states = _named(optimizer, given)
         for segment in engine:
             if segment.full_name in states:
-                taken[segment] = {k: _cast(k, cut(k, v, segment), segment) for k, v in states[segment.full_name].items()}
+                taken[segment] = {
+                    k: _cast(k, cut(k, v, segment), segment) for k, v in states[segment.full_name].items()
+                }
     except CheckpointError as found:
         error = found
     engine.runtime.control.share(error)
     optimizer.state.clear()
-    optimizer.state.update(taken)
+    optimizer.state.update(taken)  # type: ignore[arg-type]  # keyed by tensors, which segments are
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in settings.items() if k not in ("params", "param_names")})
     extra = given.get("zerodp")
@@ -157,6 +175,8 @@ def _named(optimizer: ShardedOptimizer, given: dict[str, Any]) -> tuple[list[dic
             names.update({name: name for name in theirs})
         else:
             if len(theirs) != len(expected):
-                raise CheckpointError(f"parameter group {number} has {len(expected)} parameters, in the state dict {len(theirs)}")
+                raise CheckpointError(
+                    f"parameter group {number} has {len(expected)} parameters, in the state dict {len(theirs)}"
+                )
             names.update(zip(theirs, expected, strict=True))
     return groups, {names[key]: value for key, value in state.items() if key in names}

@@ -31,8 +31,8 @@ for _name in _getters:
 SAFE.update(getattr(Tensor, name) for name in _methods)
 
 data_of = Tensor.data.__get__  # type: ignore[attr-defined]
-grad_of = Tensor.grad.__get__  # type: ignore[attr-defined]
-set_grad = Tensor.grad.__set__  # type: ignore[attr-defined]
+grad_of = Tensor.grad.__get__  # type: ignore[union-attr]
+set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 class Where:
@@ -96,11 +96,15 @@ class Sharded:
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            raise ShardedError(f"the gradient of parameter {self._zerodp.name!r} lives in shards; write it through zerodp.local_shards(model, kind='gradients')")
+            raise ShardedError(
+                f"the gradient of parameter {self._zerodp.name!r} lives in shards; write it through zerodp.local_shards(model, kind='gradients')"
+            )
         self._zerodp.flat.unit.runtime.reducer.forget(self._zerodp.flat, self._zerodp.index)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise ShardedError(f"deepcopy of sharded parameter {self._zerodp.name!r}: copy the model before shard(), or load zerodp.full_state_dict(model) into a fresh one")
+        raise ShardedError(
+            f"deepcopy of sharded parameter {self._zerodp.name!r}: copy the model before shard(), or load zerodp.full_state_dict(model) into a fresh one"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardedError(f"pickling of sharded parameter {self._zerodp.name!r}: save model.state_dict() instead")
@@ -135,7 +139,11 @@ def is_hidden(parameter: Any) -> bool:
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
     """One element that is never seen: NaN where the dtype has one."""
-    return torch.full((1,), float("nan"), dtype=dtype, device=device) if dtype.is_floating_point else torch.zeros(1, dtype=dtype, device=device)
+    return (
+        torch.full((1,), float("nan"), dtype=dtype, device=device)
+        if dtype.is_floating_point
+        else torch.zeros(1, dtype=dtype, device=device)
+    )
 
 
 def _plainly(access: Any, parameter: Any) -> Any:

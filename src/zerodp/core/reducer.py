@@ -39,7 +39,9 @@ class Reducer:
             if grad is None:
                 return False
             if grad.layout != torch.strided:
-                raise ConfigError(f"parameter {flat.names[index]!r} got a sparse gradient; build its module with sparse=False")
+                raise ConfigError(
+                    f"parameter {flat.names[index]!r} got a sparse gradient; build its module with sparse=False"
+                )
             if flat.bucket is None:
                 self._open(flat)
             view = flat.bucket_views[index]
@@ -95,9 +97,7 @@ class Reducer:
 
     def _advance(self, limit: int) -> None:
         while len(self.under_way) > limit:
-            flat, steps = self.under_way.popleft()
-            for _ in steps:
-                pass
+            deque(self.under_way.popleft()[1], maxlen=0)  # runs it to its end
 
     def _reduce(self, flat: Flat) -> Iterator[None]:
         """One flat's reduction; yields while the wire works. Launches happen in the order of calls, the same on all ranks."""
@@ -105,8 +105,8 @@ class Reducer:
         if flat.keeps_scale:
             flat.grad_scale = self.loss_scale
         bucket, bucket_slot = self._complete_bucket(flat)
-        cuts, group, replicas, name = flat.layout.cuts, flat.group, flat.replicas, flat.unit.name
-        pieces = [bucket[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        group, replicas, name = flat.group, flat.replicas, flat.unit.name
+        pieces = [bucket[piece] for piece in flat.layout.pieces]
         borrowed: list[Slot] = [bucket_slot] if bucket_slot is not None else []
         first = [self._send(piece, group, name, "reduce_scatter", borrowed) for piece in pieces]
         yield

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from ..config import Config
 from ..errors import ShardedError
 from .arena import Arena
-from .cache import Cache
 from .comm import Comm
 from .control import Control, Kind
+from .pager import Pager
 from .parameter import Where
 from .reducer import Reducer
-from .schedule import GATHER, MAX_REVISIONS, REDUCE, Fingerprint, Op, Order, Pass, backward_order, forward_order
+from .schedule import MAX_REVISIONS, REDUCE, Op, Order, Pass, backward_order, forward_order
 from .unit import Flat, Unit
 
 ROOT = "(root)"
@@ -59,17 +59,20 @@ class Note:
 class Runtime:
     """Drives the units of one model."""
 
-    def __init__(self, units: list[Unit], arena: Arena, comm: Comm, reducer: Reducer, names: dict[nn.Module, str], config: Config) -> None:
-        self.units, self.arena, self.comm, self.reducer, self.prefetch = units, arena, comm, reducer, config.prefetch
+    def __init__(
+        self, units: list[Unit], arena: Arena, comm: Comm, reducer: Reducer, names: dict[nn.Module, str], config: Config
+    ) -> None:
+        self.units, self.arena, self.comm, self.reducer = units, arena, comm, reducer
         self.module_names = names
         self.unit_of = {unit.module: unit for unit in units if unit.module is not None}
-        self.cache = Cache(config.unsharded_bytes)
+        self.pager = Pager(units, config.unsharded_bytes, config.prefetch, self)
         self.pages: dict[int, Flat] = {}  # storage address -> the flat whose page is in it
         self.passes: list[Pass] = []
         self.frames: list[Frame] = []
         self.orders: dict[tuple[Any, ...], Order] = {}
-        self.forwards: list[tuple[tuple[Any, ...], list[int]]] = []  # since the last backward: key, units in order of use
-        self.fingerprint = Fingerprint()
+        self.forwards: list[
+            tuple[tuple[Any, ...], list[int]]
+        ] = []  # since the last backward: key, units in order of use
         self.trace: deque[Event] = deque(maxlen=TRACE_LENGTH)
         self.open = 0  # full_params contexts that hold every unit
         self.lent: list[int] | None = None  # versions of the shards when they were handed out for writing
@@ -151,7 +154,8 @@ class Runtime:
         current = self.passes[-1]
         if current.key[2] and any(unit.pages for unit in self.units):
             torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._finish(current)
+        self.pager.finish(current)
+        self.passes.remove(current)
         if current.key[2]:
             self.forwards = [*self.forwards[-7:], (current.key, current.uses)]
         if not (self.open and not current.key[2]):
@@ -174,14 +178,18 @@ class Runtime:
         key = ("backward", entered, len(self.forwards) > 1, synchronizes, trains)
         order = self.orders.get(key)
         if order is None:
-            order = self.orders[key] = Order(self._first_backward_order(set(trains) if synchronizes else set()), self.prefetch)
+            order = self.orders[key] = Order(
+                self._first_backward_order(set(trains) if synchronizes else set()), self.pager.prefetch
+            )
         current = Pass("backward", key, order, synchronizes=synchronizes)
         for unit in self.units:
             unit.arrivals = 0
-            unit.expected = order.arrivals.get(unit.index) or sum(p.requires_grad for flat in unit.flats for p in flat.parameters)
+            unit.expected = order.arrivals.get(unit.index) or sum(
+                p.requires_grad for flat in unit.flats for p in flat.parameters
+            )
         self.unscaled_backwards += not self.scaled_backward
         self.passes.append(current)
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _first_backward_order(self, trains: set[int]) -> list[Op]:
         """Built from the order of use just seen, on rank 0."""
@@ -192,7 +200,9 @@ class Runtime:
         entered = {op[1] for key, _ in self.forwards for op in self.orders[key].ops} | set(uses)
         if not self.forwards:
             entered = known
-        registered = [unit.index for unit in self.units if unit.index in entered or (not unit.pages and self._entered_whole())]
+        registered = [
+            unit.index for unit in self.units if unit.index in entered or (not unit.pages and self._entered_whole())
+        ]
         pages = {unit.index for unit in self.units if unit.pages}
         return backward_order(uses, registered, pages, trains, self._root)
 
@@ -212,23 +222,12 @@ class Runtime:
         current.arrived = True
         unit.arrivals += 1
         if unit.arrivals == unit.expected:
-            self._complete(unit, current)
+            self.pager.complete(unit, current)
         elif unit.arrivals > unit.expected:
             current.missed = True  # later than expected: the bucket stays open until the next reduction
             if current.record and (REDUCE, unit.index) in current.record:
                 current.record.remove((REDUCE, unit.index))
             current.record.append((REDUCE, unit.index))
-
-    def _complete(self, unit: Unit, current: Pass) -> None:
-        if current.synchronizes:
-            current.record.append((REDUCE, unit.index))
-            at = current.find(REDUCE, unit.index)
-            if at is None:
-                current.missed = True
-            else:
-                self._launch_through(current, at)
-        if unit.pages and unit.holders == 0:
-            self._release(unit)
 
     def end_backward(self) -> None:
         """Autograd has gone through the whole graph, or failed."""
@@ -238,7 +237,8 @@ class Runtime:
         if current.order.reduces and not current.arrived:
             current.missed = True
         current.order.arrivals = {unit.index: unit.arrivals for unit in self.units if unit.arrivals}
-        self._finish(current)
+        self.pager.finish(current)
+        self.passes.remove(current)
         self.forwards.clear()
         self.control.post(Kind.BACKWARD, current)
 
@@ -270,110 +270,11 @@ class Runtime:
             return
         if unit.pages:
             if not self.passes:
-                raise ShardedError(f"a saved tensor of unit {unit.name!r} was read outside forward and backward; its page is not here")
-            self._page_in(unit, self.passes[-1])
+                raise ShardedError(
+                    f"a saved tensor of unit {unit.name!r} was read outside forward and backward; its page is not here"
+                )
+            self.pager.page_in(unit, self.passes[-1])
         unit.show()
-
-    def _page_in(self, unit: Unit, current: Pass) -> None:
-        current.record.append((GATHER, unit.index))
-        position = current.ahead.pop(unit.index, None)
-        if position is None:
-            position = current.find(GATHER, unit.index)
-            if position is not None:
-                self._launch_through(current, position)
-            elif not unit.present:
-                self._extra(unit, current)
-        if position is not None:
-            for index, place in list(current.ahead.items()):
-                if place < position:  # this rank went past it
-                    del current.ahead[index]
-                    self._let_go(self.units[index])
-        if current.phase == "backward" and not unit.trains:
-            current.frozen.append(unit.index)
-            if len(current.frozen) > 1:  # the backward of a unit without gradients ends unseen; when the next but one begins, it has
-                self._let_go(self.units[current.frozen.pop(0)])
-        self._prefetch(current)
-
-    def _prefetch(self, current: Pass) -> None:
-        ops = current.order.ops
-        while current.pointer < len(ops) and ops[current.pointer][0] == GATHER and len(current.ahead) < self.prefetch:
-            index = ops[current.pointer][1]
-            if self._launch(ops[current.pointer]):
-                current.ahead[index] = current.pointer
-            current.pointer += 1
-
-    def _launch_through(self, current: Pass, last: int) -> None:
-        """Launch the list up to and including `last`.
-
-        Gathers before a gather were for other ranks, and are let go here. Before a reduction the last ones are those that the
-        list put ahead of their use.
-        """
-        ops = current.order.ops
-        while current.pointer <= last:
-            position = current.pointer
-            current.pointer += 1
-            if not self._launch(ops[position]) or position == last:
-                continue
-            index = ops[position][1]
-            if ops[last][0] == GATHER:
-                self._let_go(self.units[index])
-            else:
-                current.ahead[index] = position
-        while len(current.ahead) > self.prefetch:
-            oldest = min(current.ahead, key=lambda index: current.ahead[index])
-            del current.ahead[oldest]
-            self._let_go(self.units[oldest])
-
-    def _launch(self, op: Op) -> bool:
-        """Launch one operation of the list. True if a page came that was not here."""
-        kind, index = op
-        unit = self.units[index]
-        if kind == REDUCE:
-            self.fingerprint.add(kind, index)
-            self.event("reduce", unit)
-            self.reducer.launch(unit)
-            return False
-        if unit.kept or unit.opened:
-            return False
-        self.fingerprint.add(kind, index)
-        came = not unit.present
-        if came:
-            unit.launch()
-        else:
-            self._take_part(unit)
-        current = self.passes[-1]
-        soonest = current.phase == "backward" or bool(current.key[2])
-        for gone in self.cache.admit(unit, soonest):
-            self._let_go(gone)
-        return came
-
-    def _take_part(self, unit: Unit) -> None:
-        """The list gathers a unit that this rank happens to hold: give the others their parts all the same."""
-        self.event("gather", unit)
-        for flat in unit.flats:
-            if flat.pages:
-                slot = self.arena.take(flat.layout.padded_numel, flat.param_dtype, "unsharded", unit.name)
-                for handle in flat.launch(self.arena, self.comm, slot.tensor):
-                    handle.wait()
-                self.arena.give(slot)
-
-    def _extra(self, unit: Unit, current: Pass) -> None:
-        """A demand that the list does not have: all ranks must want it now. The next list will have it."""
-        current.missed = True
-        self.control.require(Kind.EXTRA, unit.index)
-        self.fingerprint.add(GATHER, unit.index)
-        unit.launch()
-
-    def _let_go(self, unit: Unit) -> None:
-        if unit.present and unit.pages and unit.holders == 0 and not unit.kept:
-            unit.free()
-
-    def _release(self, unit: Unit) -> None:
-        """This rank is done with the unit for now."""
-        if unit.kept:
-            unit.hide()
-        else:
-            unit.free()
 
     def _hold(self, unit: Unit, holder: list[Unit]) -> None:
         unit.holders += 1
@@ -382,17 +283,7 @@ class Runtime:
     def _unhold(self, unit: Unit) -> None:
         unit.holders -= 1
         if unit.holders == 0 and self.phase == "forward" and unit.pages:
-            self._release(unit)
-
-    def _finish(self, current: Pass) -> None:
-        """The end of a pass launches the rest of its list; nothing stays but what is held or kept."""
-        if self.comm.broken is None:
-            self._launch_through(current, len(current.order.ops) - 1)
-        for unit in self.units:
-            if unit.holders == 0:
-                self._release(unit)
-        current.order.record = current.record
-        self.passes.remove(current)
+            self.pager.release(unit)
 
     # ---- autograd
 
@@ -404,7 +295,7 @@ class Runtime:
             return tensor
         if flat is None:
             return tensor
-        return Note(flat, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return Note(flat, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def unpack(self, saved: Any) -> Tensor:
         if type(saved) is not Note:
@@ -425,7 +316,7 @@ class Runtime:
         if bool(rows[:, Control.WAITING].any()):
             waiting = self.control.mask(rows, Control.UNITS)
             for unit in (unit for unit in self.units if waiting >> unit.index & 1):
-                self.fingerprint.add(REDUCE, unit.index)
+                self.pager.fingerprint.add(REDUCE, unit.index)
                 self.event("reduce", unit)
                 self.reducer.launch(unit)
             self.reducer.drain()
@@ -438,8 +329,8 @@ class Runtime:
     def refresh(self) -> None:
         """The shards have new values: what was gathered is old, and whole parameters are fetched at once, in order."""
         self.lent = None
-        for unit in self.cache.clear():
-            self._let_go(unit)
+        for unit in self.pager.cache.clear():
+            self.pager.let_go(unit)
         for unit in self.units:
             for flat in unit.flats:
                 if flat.full is not None and flat.stale:
@@ -493,5 +384,7 @@ class Runtime:
 def writes(use: str) -> bool:
     """Whether a torch function's name says that it changes its first argument."""
     if use.startswith("__"):
-        return use == "__setitem__" or (use.startswith("__i") and use not in ("__index__", "__int__", "__invert__", "__iter__"))
+        return use == "__setitem__" or (
+            use.startswith("__i") and use not in ("__index__", "__int__", "__invert__", "__iter__")
+        )
     return use.endswith("_")

@@ -33,7 +33,9 @@ class Flat:
         place: tuple[Group, Group],
         max_piece_bytes: int,
     ) -> None:
-        self.param_dtype, self.shard_dtype, self.grad_dtype = dtypes  # of compute, of what rests here, of reduced gradients
+        self.param_dtype, self.shard_dtype, self.grad_dtype = (
+            dtypes  # of compute, of what rests here, of reduced gradients
+        )
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.original_dtypes = [p.dtype for p in self.parameters]
@@ -41,9 +43,14 @@ class Flat:
         self.group, self.replicas = place
         self.residency = residency
         self.layout: Layout = build(
-            [p.numel() for p in self.parameters], self.group.size, self.replicas.size, max(max_piece_bytes // self.param_dtype.itemsize, 1)
+            [p.numel() for p in self.parameters],
+            self.group.size,
+            self.replicas.size,
+            max(max_piece_bytes // self.param_dtype.itemsize, 1),
         )
-        self.shapes = [(p.shape, _strides(p), offset) for p, offset in zip(self.parameters, self.layout.offsets, strict=True)]
+        self.shapes = [
+            (p.shape, _strides(p), offset) for p, offset in zip(self.parameters, self.layout.offsets, strict=True)
+        ]
         self.key = (self.layout, tuple(self.shapes))  # flats that are cut alike share views
         # With one rank to a shard and nothing to cast, the master is already the whole page.
         self.pages = residency.shards_parameters and not (self.group.size == 1 and self.param_dtype == self.shard_dtype)
@@ -99,7 +106,7 @@ class Flat:
         self.holes = [hole.as_strided(size, (0,) * len(size)) for size, _, _ in self.shapes]
         self.twins = [twin(cls) for cls in self.classes]
         for index, parameter in enumerate(self.parameters):
-            parameter._zerodp = Where(self, index)
+            parameter._zerodp = Where(self, index)  # type: ignore[attr-defined]
             parameter.data = self.holes[index] if self.full is None else self.view_of(self.full, index)
         self.conceal()
 
@@ -138,7 +145,7 @@ class Flat:
             if self.full is None or out is not self.full or self.param_dtype != self.shard_dtype:
                 out[a:b].copy_(mine)
             if self.group.size > 1:
-                handles.append(comm.all_gather(out[self.layout.cuts[piece] : self.layout.cuts[piece + 1]], self.group, self.unit.name))
+                handles.append(comm.all_gather(out[self.layout.pieces[piece]], self.group, self.unit.name))
         return handles
 
     def wait(self) -> None:
@@ -192,9 +199,14 @@ class Flat:
     def open_bucket(self, arena: Arena) -> None:
         """Staging space for this rank's gradients, in the dtype they have."""
         if self.persistent is not None:
-            if self.grad is not None and self.grad[0].untyped_storage()._cdata == self.persistent.untyped_storage()._cdata:
+            if (
+                self.grad is not None
+                and self.grad[0].untyped_storage()._cdata == self.persistent.untyped_storage()._cdata
+            ):
                 # The reduced gradient of an earlier backward rests in this rank's own part: it needs a place of its own now.
-                moved = arena.allocate(self.layout.shard_numel, _accumulating(self.grad_dtype), "gradients").split(list(self.layout.piece_numels))
+                moved = arena.allocate(self.layout.shard_numel, _accumulating(self.grad_dtype), "gradients").split(
+                    list(self.layout.piece_numels)
+                )
                 for new, old in zip(moved, self.grad, strict=True):
                     new.copy_(old)
                 self.grad = list(moved)
@@ -232,8 +244,13 @@ class Flat:
     def grad_storage(self, arena: Arena) -> list[Tensor]:
         """Where the first reduced gradient after zero_grad goes."""
         if self.persistent is not None:
-            return [self.persistent[slice(*self.layout.part(i, self.group.rank))] for i in range(len(self.layout.piece_numels))]
-        return list(arena.allocate(self.layout.shard_numel, self.grad_dtype, "gradients").split(list(self.layout.piece_numels)))
+            return [
+                self.persistent[slice(*self.layout.part(i, self.group.rank))]
+                for i in range(len(self.layout.piece_numels))
+            ]
+        return list(
+            arena.allocate(self.layout.shard_numel, self.grad_dtype, "gradients").split(list(self.layout.piece_numels))
+        )
 
     def clear_grad(self, arena: Arena) -> None:
         if self.grad is not None:
@@ -309,7 +326,9 @@ class Unit:
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
     """The parameter's own strides; `shard()` has refused those that leave gaps or overlap."""
-    return tuple(parameter.stride()) if parameter.numel() else tuple(torch.empty(parameter.shape, device="meta").stride())
+    return (
+        tuple(parameter.stride()) if parameter.numel() else tuple(torch.empty(parameter.shape, device="meta").stride())
+    )
 
 
 def _accumulating(dtype: torch.dtype) -> torch.dtype:

@@ -37,7 +37,11 @@ def plan_units(model: nn.Module, config: Config) -> list[Plan]:
     """
     chosen = choose_modules(model, config.units)
     owner: dict[str, str] = {}  # module name -> the unit it belongs to
-    owned: dict[str, list[tuple[str, nn.Parameter, nn.Module]]] = {ROOT: [], **{name: [] for name in chosen}, IGNORED: []}
+    owned: dict[str, list[tuple[str, nn.Parameter, nn.Module]]] = {
+        ROOT: [],
+        **{name: [] for name in chosen},
+        IGNORED: [],
+    }
     seen: set[int] = set()
     matched: set[str] = set()
     for module_name, module in model.named_modules():
@@ -54,11 +58,15 @@ def plan_units(model: nn.Module, config: Config) -> list[Plan]:
             owned[unit].append((clean(name), parameter, module))
     unmatched = [pattern for pattern in config.ignore if pattern not in matched]
     if unmatched:
-        raise ConfigError(f"ignore: no parameter is named like {unmatched[0]!r}; the model has {', '.join(list(owned_names(owned))[:6])}, ...")
+        raise ConfigError(
+            f"ignore: no parameter is named like {unmatched[0]!r}; the model has {', '.join(list(owned_names(owned))[:6])}, ..."
+        )
     modules = {ROOT: model, **chosen, IGNORED: None}
     stages = residencies(config, [name for name, parameters in owned.items() if parameters and name != IGNORED])
     stages[IGNORED] = STAGES[0]  # whole, replicated and averaged
-    return [Plan(clean(name), modules[name], parameters, stages[name]) for name, parameters in owned.items() if parameters]
+    return [
+        Plan(clean(name), modules[name], parameters, stages[name]) for name, parameters in owned.items() if parameters
+    ]
 
 
 def owned_names(owned: dict[str, list[tuple[str, nn.Parameter, nn.Module]]]) -> list[str]:
@@ -98,10 +106,16 @@ def choose_modules(model: nn.Module, units: Any) -> dict[str, nn.Module]:
         return {name: module for name, module in named.items() if units(name, module)}
     chosen: dict[str, nn.Module] = {}
     for item in units:
-        hits = {n: m for n, m in named.items() if (isinstance(m, item) if isinstance(item, type) else fnmatch.fnmatchcase(clean(n), item))}
+        hits = {
+            n: m
+            for n, m in named.items()
+            if (isinstance(m, item) if isinstance(item, type) else fnmatch.fnmatchcase(clean(n), item))
+        }
         if not hits and not (isinstance(item, type) and isinstance(model, item)):
             what = item.__name__ if isinstance(item, type) else repr(item)
-            raise ConfigError(f"units: the model has no module like {what}; it has {', '.join(sorted({type(m).__name__ for m in named.values()}))}")
+            raise ConfigError(
+                f"units: the model has no module like {what}; it has {', '.join(sorted({type(m).__name__ for m in named.values()}))}"
+            )
         chosen.update(hits)
     return {name: module for name, module in named.items() if name in chosen}
 
@@ -129,7 +143,10 @@ def automatic(model: nn.Module) -> dict[str, nn.Module]:
     large = {
         name: module
         for name, module in model.named_modules()
-        if name and id(module) not in inside and not any(module.children()) and sum(p.numel() for p in module._parameters.values() if p is not None) >= threshold
+        if name
+        and id(module) not in inside
+        and not any(module.children())
+        and sum(p.numel() for p in module._parameters.values() if p is not None) >= threshold
     }
     return {name: module for name, module in model.named_modules() if name in blocks or name in large}
 
@@ -147,11 +164,20 @@ def check_model(model: nn.Module) -> None:
     """What no layout can hold is refused by name."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigError(f"parameter {name!r} is uninitialized (a lazy module): run one forward pass before shard()")
+            raise ConfigError(
+                f"parameter {name!r} is uninitialized (a lazy module): run one forward pass before shard()"
+            )
         if parameter.is_meta:
-            raise ConfigError(f"parameter {name!r} is on the meta device and has no values: call model.to_empty(device=...) and initialise it before shard()")
-        if parameter.layout.__str__() != "torch.strided" or type(parameter).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
-            raise ConfigError(f"parameter {name!r} is a {type(parameter).__name__}; only dense torch.nn.Parameters can be sharded")
+            raise ConfigError(
+                f"parameter {name!r} is on the meta device and has no values: call model.to_empty(device=...) and initialise it before shard()"
+            )
+        if (
+            parameter.layout.__str__() != "torch.strided"
+            or type(parameter).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__
+        ):
+            raise ConfigError(
+                f"parameter {name!r} is a {type(parameter).__name__}; only dense torch.nn.Parameters can be sharded"
+            )
         if parameter.dtype.is_complex:
             raise ConfigError(f"parameter {name!r} is complex; store its real and imaginary parts as two parameters")
         if not _dense(parameter):
@@ -161,7 +187,9 @@ def check_model(model: nn.Module) -> None:
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ConfigError(f"module {name!r} gives sparse gradients, which cannot be reduced here; build it with sparse=False")
+            raise ConfigError(
+                f"module {name!r} gives sparse gradients, which cannot be reduced here; build it with sparse=False"
+            )
 
 
 def _dense(parameter: nn.Parameter) -> bool:

@@ -1,0 +1,150 @@
+"""Which pages come and go, and when: walks a pass's list, launches it, and lets go of what this rank does not need.
+
+It never decides what a rank does, only when: launches happen in the order of the list (see `schedule`), whoever asks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .cache import Cache
+from .control import Kind
+from .schedule import GATHER, REDUCE, Fingerprint, Op, Pass
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class Pager:
+    """Residency of the units of one model."""
+
+    def __init__(self, units: list[Unit], budget_bytes: int, prefetch: int, runtime: Runtime) -> None:
+        self.units, self.prefetch, self.runtime = units, prefetch, runtime
+        self.cache = Cache(budget_bytes)
+        self.fingerprint = Fingerprint()
+
+    def page_in(self, unit: Unit, current: Pass) -> None:
+        current.record.append((GATHER, unit.index))
+        position = current.ahead.pop(unit.index, None)
+        if position is None:
+            position = current.find(GATHER, unit.index)
+            if position is not None:
+                self.launch_through(current, position)
+            elif not unit.present:
+                self._extra(unit, current)
+        if position is not None:
+            for index, place in list(current.ahead.items()):
+                if place < position:  # this rank went past it
+                    del current.ahead[index]
+                    self.let_go(self.units[index])
+        if current.phase == "backward" and not unit.trains:
+            current.frozen.append(unit.index)
+            if (
+                len(current.frozen) > 1
+            ):  # the backward of a unit without gradients ends unseen; when the next but one begins, it has
+                self.let_go(self.units[current.frozen.pop(0)])
+        self._prefetch(current)
+
+    def _prefetch(self, current: Pass) -> None:
+        ops = current.order.ops
+        while current.pointer < len(ops) and ops[current.pointer][0] == GATHER and len(current.ahead) < self.prefetch:
+            index = ops[current.pointer][1]
+            if self._launch(ops[current.pointer]):
+                current.ahead[index] = current.pointer
+            current.pointer += 1
+
+    def launch_through(self, current: Pass, last: int) -> None:
+        """Launch the list up to and including `last`.
+
+        Gathers before a gather were for other ranks, and are let go here. Before a reduction the last ones are those that the
+        list put ahead of their use.
+        """
+        ops = current.order.ops
+        while current.pointer <= last:
+            position = current.pointer
+            current.pointer += 1
+            if not self._launch(ops[position]) or position == last:
+                continue
+            index = ops[position][1]
+            if ops[last][0] == GATHER:
+                self.let_go(self.units[index])
+            else:
+                current.ahead[index] = position
+        while len(current.ahead) > self.prefetch:
+            oldest = min(current.ahead, key=lambda index: current.ahead[index])
+            del current.ahead[oldest]
+            self.let_go(self.units[oldest])
+
+    def _launch(self, op: Op) -> bool:
+        """Launch one operation of the list. True if a page came that was not here."""
+        kind, index = op
+        unit = self.units[index]
+        if kind == REDUCE:
+            self.fingerprint.add(kind, index)
+            self.runtime.event("reduce", unit)
+            self.runtime.reducer.launch(unit)
+            return False
+        if unit.kept or unit.opened:
+            return False
+        self.fingerprint.add(kind, index)
+        came = not unit.present
+        if came:
+            unit.launch()
+        else:
+            self._take_part(unit)
+        current = self.runtime.passes[-1]
+        soonest = current.phase == "backward" or bool(current.key[2])
+        for gone in self.cache.admit(unit, soonest):
+            if not gone.visible:
+                self.let_go(gone)
+        return came
+
+    def _take_part(self, unit: Unit) -> None:
+        """The list gathers a unit that this rank happens to hold: give the others their parts all the same."""
+        self.runtime.event("gather", unit)
+        for flat in unit.flats:
+            if flat.pages:
+                slot = self.runtime.arena.take(flat.layout.padded_numel, flat.param_dtype, "unsharded", unit.name)
+                for handle in flat.launch(self.runtime.arena, self.runtime.comm, slot.tensor):
+                    handle.wait()
+                self.runtime.arena.give(slot)
+
+    def _extra(self, unit: Unit, current: Pass) -> None:
+        """A demand that the list does not have: all ranks must want it now. The next list will have it."""
+        current.missed = True
+        self.runtime.control.require(Kind.EXTRA, unit.index)
+        self.fingerprint.add(GATHER, unit.index)
+        unit.launch()
+
+    def let_go(self, unit: Unit) -> None:
+        if unit.present and unit.pages and unit.holders == 0 and not unit.kept:
+            unit.free()
+
+    def release(self, unit: Unit) -> None:
+        """This rank is done with the unit for now."""
+        if unit.kept:
+            unit.hide()
+        else:
+            unit.free()
+
+    def complete(self, unit: Unit, current: Pass) -> None:
+        """All expected gradients of the unit are in: reduce it, and let its page go."""
+        if current.synchronizes:
+            current.record.append((REDUCE, unit.index))
+            at = current.find(REDUCE, unit.index)
+            if at is None:
+                current.missed = True
+            else:
+                self.launch_through(current, at)
+        if unit.pages and unit.holders == 0:
+            self.release(unit)
+
+    def finish(self, current: Pass) -> None:
+        """The end of a pass launches the rest of its list; nothing stays but what is held or kept."""
+        if self.runtime.comm.broken is None:
+            self.launch_through(current, len(current.order.ops) - 1)
+        for unit in self.units:
+            if unit.holders == 0:
+                self.release(unit)
+        current.order.record = current.record
