@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -60,7 +61,7 @@ def test_parts_are_equal_disjoint_and_cover_the_buffer(
     parts = [layout.part(piece, rank) for piece in range(len(layout.piece_numels)) for rank in range(num_shards)]
     assert parts[0][0] == 0
     assert parts[-1][1] == layout.padded_numel
-    assert all(this[1] == following[0] for this, following in zip(parts, parts[1:], strict=False))
+    assert all(this[1] == following[0] for this, following in itertools.pairwise(parts))
     assert all(end - begin == layout.piece_numels[i // num_shards] for i, (begin, end) in enumerate(parts))
     assert sum(layout.piece_numels) == layout.shard_numel
 

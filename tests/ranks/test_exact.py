@@ -1,0 +1,103 @@
+"""The promise: fp32 training is the same to the last bit, whatever the stage, the units, the buckets, the prefetch and the
+memory budget; and equal to plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks.oracle import Task, adamw, momentum, parity, rows, same
+from tests.ranks.pool import on_ranks
+from tests.ranks.test_optimizers import ELEMENTWISE
+from tests.ranks.toys import Block, Lion, Net
+
+STEPS = 20
+
+
+def by_layers(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"units": [Block]},
+    {"units": by_layers},
+    {"units": ["blocks.1"], "bucket_bytes": 4},
+    {"units": [Block], "bucket_bytes": 700},
+    {"units": by_layers, "bucket_bytes": "1GB"},
+]
+STAGE_3_ONLY: list[dict[str, Any]] = [
+    {"units": [Block], "prefetch": 0},
+    {"units": [Block], "prefetch": 3},
+    {"units": [Block], "unsharded_bytes": 2000, "prefetch": 0},
+    {"units": [Block], "unsharded_bytes": 5000},
+    {"units": by_layers, "unsharded_bytes": "1MB", "bucket_bytes": 512, "prefetch": 2},
+    {"check": False},
+]
+TRAINABLE = {"AdamW": adamw, "AdamW fused": ELEMENTWISE["AdamW fused"], "SGD momentum": momentum}
+MICRO = {"one": (True,), "synced": (True, True), "no_sync": (False, True)}
+
+
+@on_ranks(2, 3, 4, timeout=110)
+@pytest.mark.parametrize("micro", MICRO)
+@pytest.mark.parametrize("optimizer", TRAINABLE)
+def test_twenty_steps_in_every_stage_and_layout(optimizer: str, micro: str, world_size: int) -> None:
+    """Each run is held against the oracle as well: bitwise on two ranks, within 1e-6 on more."""
+    task = Task(Net, rows(3), optimizer=TRAINABLE[optimizer], steps=STEPS, micro=MICRO[micro])
+    tolerance = 0.0 if world_size == 2 else 1e-6
+    reference = parity(task, stage=0, tolerance=tolerance)
+    for stage in range(4):
+        for options in LAYOUTS if world_size == 2 else LAYOUTS[2:4]:
+            same(parity(task, stage=stage, tolerance=tolerance, **options), reference)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("options", STAGE_3_ONLY, ids=str)
+def test_twenty_steps_with_any_residency(options: dict[str, Any], world_size: int) -> None:
+    task = Task(Net, rows(3), optimizer=adamw, steps=STEPS, micro=(False, True))
+    tolerance = 0.0 if world_size == 2 else 1e-6
+    same(parity(task, stage=3, tolerance=tolerance, **options), parity(task, stage=2, tolerance=tolerance))
+
+
+OTHERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    name: ELEMENTWISE[name] for name in ("Adagrad", "RMSprop", "NAdam")
+} | {"Lion": lambda model: Lion(model.parameters())}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", OTHERS)
+def test_twenty_steps_with_other_optimizers(name: str, world_size: int) -> None:
+    task = Task(Net, rows(3), optimizer=OTHERS[name], steps=STEPS)
+    tolerance = 0.0 if world_size == 2 else 1e-5
+    reference = parity(task, stage=0, tolerance=tolerance)
+    for stage in (1, 2, 3):
+        same(parity(task, stage=stage, units=[Block], tolerance=tolerance), reference)
+
+
+def everything(step: int, model: nn.Module, optimizer: Any) -> None:
+    """A training in which everything changes: rates, frozen parts, and a group that joins late."""
+    net: Any = model
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 / (1 + step / 10)
+    net.blocks[0].requires_grad_(not 4 <= step < 9)
+    if step == 6:
+        optimizer.add_param_group({"params": list(net.head.parameters()), "lr": 0.05, "weight_decay": 0.2})
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    net: Any = model
+    biases = [p for p in [*net.emb.parameters(), *net.blocks.parameters()] if p.dim() == 1]
+    weights = [p for p in [*net.emb.parameters(), *net.blocks.parameters()] if p.dim() == 2]
+    return torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.01, weight_decay=0.1)
+
+
+@on_ranks(2, 3, 4)
+def test_twenty_steps_in_which_everything_changes(world_size: int) -> None:
+    task = Task(Net, rows(3), optimizer=two_groups, steps=STEPS, micro=(False, True), between=everything)
+    tolerance = 0.0 if world_size == 2 else 1e-6
+    reference = parity(task, stage=0, tolerance=tolerance)
+    for stage in (1, 2, 3):
+        same(parity(task, stage=stage, units=[Block], tolerance=tolerance), reference)
