@@ -264,7 +264,6 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
     del model._zerodp
     if sharded is not None and state is not None:
         _give_optimizer_back(sharded, state)
-    runtime.comm.close()
     return model, sharded
 
 

@@ -8,16 +8,14 @@ everything once more through fresh memory, which costs five times as much. Elsew
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
-import threading
-import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +23,9 @@ from torch import Tensor
 
 from ..errors import RankMismatchError, ZeroError
 from .mesh import Group, Mesh, drop_groups
+from .watch import WATCH
 
-GATHER, REDUCE = 0, 1  # lanes: neither waits behind the other
-CONTROL = "control"
+GATHER, REDUCE, CONTROL = 0, 1, 2  # lanes: none waits behind another
 
 # torch 2.13 renames these; older releases have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,12 +47,15 @@ class CommRow:
 class Handle:
     """A collective under way."""
 
-    __slots__ = ("comm", "lane", "result", "sequence", "what", "works")
+    __slots__ = ("comm", "group", "lane", "result", "sequence", "what", "works")
 
-    def __init__(self, comm: Comm, works: Sequence[Any], lane: str, what: str, result: Any = None) -> None:
-        self.comm, self.works, self.lane, self.what, self.result = comm, works, lane, what, result
-        self.sequence = comm.launched[lane] = comm.launched.get(lane, 0) + 1
-        comm.history.append((lane, self.sequence, what))
+    def __init__(
+        self, comm: Comm, works: Sequence[Any], group: Group, lane: int, what: str, result: Any = None
+    ) -> None:
+        self.comm, self.works, self.group, self.what, self.result = comm, works, group, what, result
+        if works:
+            self.lane = comm.lane_names[group.ranks, lane]
+            self.sequence = WATCH.launched(self.lane, what)
 
     def wait(self) -> Any:
         """Wait, on the current stream where there is one, and return the result.
@@ -64,15 +65,14 @@ class Handle:
             ZeroError: a rank is gone, or the time limit of the process group has passed.
         """
         if self.works:
-            watch = self.comm.watch
-            watch.current = self
+            WATCH.current = self
             try:
                 for work in self.works:
                     work.wait()
             except RuntimeError as error:
                 raise self.comm.failed(error, self.what) from error
             finally:
-                watch.current = None
+                WATCH.current = None
             self.works = ()
         return self.result
 
@@ -84,18 +84,20 @@ class Comm:
         self.mesh, self.exact = mesh, exact
         self.pairwise = mesh.backend == "gloo"
         self.rows: dict[tuple[str, str, torch.dtype], CommRow] = {}
-        self.launched: dict[str, int] = {}  # per lane
-        self.history: deque[tuple[str, int, str]] = deque(maxlen=64)
+        self.number = WATCH.number(mesh.world.ranks)
+        self.lane_names = LaneNames(self.number)
+        self.watched = check and mesh.world.size > 1 and mesh.backend != "fake"
+        if self.watched:
+            WATCH.start()
         self.broken: str | None = None
         self.last_event: Callable[[], str] = lambda: "nothing yet"
-        self.watch = Watch(self, enabled=check and mesh.world.size > 1 and mesh.backend != "fake")
 
     # ---- data
 
     def all_gather(self, out: Tensor, group: Group, unit: str, op: str = "all_gather", count: int = 1) -> Handle:
         """Fill `out` [size * n] from every rank's own n elements, which already stand at this rank's place in it."""
         if group.size == 1:
-            return Handle(self, (), lane_name(group, GATHER), unit)
+            return Handle(self, (), group, GATHER, unit)
         n = out.numel() // group.size
         parts = out.split(n)
         self.count(op, unit, out.dtype, n * (group.size - 1), count)
@@ -103,13 +105,13 @@ class Comm:
         pg = self._lane(group, GATHER, what)
         if self.pairwise:
             own = parts[group.rank]
-            tag = _tag(unit)
+            tag = _tag(self.number, unit)
             works = [
                 w for peer in _peers(group) for w in (pg.send([own], peer, tag), pg.recv([parts[peer]], peer, tag))
             ]
         else:
             works = [_all_gather(out, parts[group.rank], group=pg, async_op=True)]
-        return Handle(self, works, lane_name(group, GATHER), what)
+        return Handle(self, works, group, GATHER, what)
 
     def receive_numel(self, numel: int, group: Group) -> int:
         """Elements of receive space that `reduce_scatter` of `numel` elements needs."""
@@ -126,7 +128,7 @@ class Comm:
         n = bucket.numel() // group.size
         parts = list(bucket.split(n))
         if group.size == 1:
-            return Handle(self, (), lane_name(group, REDUCE), unit, parts)
+            return Handle(self, (), group, REDUCE, unit, parts)
         self.count(op, unit, bucket.dtype, n * (group.size - 1), 1)
         what = f"the reduction of unit {unit!r}"
         pg = self._lane(group, REDUCE, what)
@@ -134,7 +136,8 @@ class Comm:
             return Handle(
                 self,
                 [_reduce_scatter(receive, bucket, group=pg, async_op=True)],
-                lane_name(group, REDUCE),
+                group,
+                REDUCE,
                 what,
                 [receive],
             )
@@ -143,7 +146,8 @@ class Comm:
             return Handle(
                 self,
                 [dist.all_to_all_single(receive, bucket, group=pg, async_op=True)],
-                lane_name(group, REDUCE),
+                group,
+                REDUCE,
                 what,
                 space,
             )
@@ -151,7 +155,7 @@ class Comm:
         for peer in _peers(group):
             works += [pg.send([parts[peer]], peer, tag), pg.recv([space[peer - (peer > group.rank)]], peer, tag)]
         space.insert(group.rank, parts[group.rank])
-        return Handle(self, works, lane_name(group, REDUCE), what, space)
+        return Handle(self, works, group, REDUCE, what, space)
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """Rank 0's values to every rank of the mesh; waits."""
@@ -163,7 +167,8 @@ class Comm:
             Handle(
                 self,
                 [dist.broadcast(_bytes(tensor), group=pg, group_src=0, async_op=True)],
-                lane_name(world, GATHER),
+                world,
+                GATHER,
                 what,
             ).wait()
 
@@ -173,11 +178,11 @@ class Comm:
         """Every rank's `message` [k], as [size, k] in rank order."""
         world = self.mesh.world
         if world.size == 1 or self.mesh.backend == "fake":
-            return Handle(self, (), CONTROL, what, message.expand(world.size, -1))
+            return Handle(self, (), world, CONTROL, what, message.expand(world.size, -1))
         self._raise_if_broken()
         out = message.new_empty(world.size * message.numel())
         work = _all_gather(out, message, group=self.mesh.control, async_op=True)
-        return Handle(self, [work], CONTROL, what, out.view(world.size, -1))
+        return Handle(self, [work], world, CONTROL, what, out.view(world.size, -1))
 
     def exchange_objects(self, value: Any, what: str) -> list[Any]:
         """Every rank's picklable `value`, in rank order. Slow: for set-up, disagreements and errors."""
@@ -208,7 +213,7 @@ class Comm:
 
     def failed(self, error: Exception, what: str) -> ZeroError:
         """The error to raise when a wait broke: the verdict of the watch on any rank, or that a rank is gone."""
-        verdict = self.watch.verdict()
+        verdict = WATCH.verdict(self.number) if self.watched else None
         self.broken = verdict or f"{what} failed: {str(error).splitlines()[0][:200]}"
         drop_groups()
         if verdict is not None:
@@ -224,138 +229,16 @@ class Comm:
         drop_groups()
         return RankMismatchError(text)
 
-    def close(self) -> None:
-        self.watch.close()
-
-
-class Watch:
-    """Looks at a wait that takes long: what is every rank waiting for, and can that still come?
-
-    A rank waits for launch k of a lane. If each rank of a set waits for a launch that some other rank of the set has not
-    made, none of them can go on. Ranks that are not waiting here (computing, saving, sleeping) are never suspected.
-    """
-
-    PATIENCE, INTERVAL = 2.0, 0.5  # seconds
-
-    _numbers: ClassVar[dict[tuple[int, ...], int]] = {}
-
-    def __init__(self, comm: Comm, enabled: bool) -> None:
-        self.current: Handle | None = None
-        self.enabled, self.comm = enabled, comm
-        if not enabled:
-            return
-        world = comm.mesh.world
-        number = Watch._numbers[world.ranks] = Watch._numbers.get(world.ranks, 0) + 1  # the same on all ranks
-        self.store = dist.PrefixStore(
-            f"zerodp/{'-'.join(map(str, world.ranks))}/{number}", dist.distributed_c10d._get_default_store()
-        )
-        self._publish({})
-        self._closed = threading.Event()
-        threading.Thread(target=self._run, name="zerodp-watch", daemon=True).start()
-
-    def close(self) -> None:
-        if self.enabled:
-            self._closed.set()
-
-    def verdict(self) -> str | None:
-        """What any rank has found, if one has."""
-        if not self.enabled:
-            return None
-        try:
-            for _ in range(
-                6
-            ):  # the finder writes before it breaks, but this rank may see the break first through a third one
-                if self.store.check(["verdict"]):
-                    return self.store.get("verdict").decode()
-                time.sleep(0.05)
-        except (RuntimeError, dist.DistError):
-            pass  # the store lives in rank 0's process, which may be the one that is gone
-        return None
-
-    def _publish(self, state: dict[str, Any]) -> None:
-        self.store.set(str(self.comm.mesh.world.rank), json.dumps(state))
-
-    def _run(self) -> None:
-        seen: Handle | None = None
-        since = 0.0
-        published, suspects = False, ""
-        while not self._closed.wait(self.INTERVAL):
-            handle = self.current
-            if handle is None or handle is not seen:
-                seen, since, suspects = handle, time.monotonic(), ""
-                if published:
-                    self._publish({})
-                    published = False
-            elif time.monotonic() - since > self.PATIENCE:
-                try:
-                    if not published:
-                        self._publish(self._state(handle))
-                        published = True
-                    found = self._stuck()
-                    if found and found == suspects and self.current is handle:
-                        if not self.store.check(["verdict"]):
-                            self.store.set("verdict", found)
-                        self._break()
-                        return
-                    suspects = found
-                except (RuntimeError, dist.DistError):
-                    return  # the store is gone, and with it rank 0: the connections tell the same
-
-    def _state(self, handle: Handle) -> dict[str, Any]:
-        group = _members(self.comm.mesh, handle.lane)
-        return {
-            "lane": handle.lane, "sequence": handle.sequence, "what": handle.what, "launched": dict(self.comm.launched),
-            "history": list(self.comm.history),
-            "group": list(group), "last": self.comm.last_event(),
-        }  # fmt: skip
-
-    def _stuck(self) -> str:
-        """The report if this rank is in a set that can never go on, else ''."""
-        world = self.comm.mesh.world
-        states = [json.loads(self.store.get(str(r))) for r in range(world.size)]
-        stuck = {r for r, s in enumerate(states) if s}
-        for _ in range(world.size):
-            stuck = {
-                r
-                for r in stuck
-                if any(q != r and world.ranks[q] in states[r]["group"] and _misses(states[q], states[r]) for q in stuck)
-            }
-        if world.rank not in stuck:
-            return ""
-        lines = [
-            f"rank {r} waits for {s['what']}, after {s['last']}" if s else f"rank {r} is not waiting"
-            for r, s in enumerate(states)
-        ]
-        return (
-            "the ranks wait for different things and would wait for ever: "
-            + "; ".join(lines)
-            + ". Every rank must call the same modules, "
-            "backward passes, steps and collective functions of zerodp in the same order; inside zerodp.full_params() forward passes need not match"
-        )
-
-    def _break(self) -> None:
-        """Close this rank's connections, so that the blocked wait ends: a receive that times out does just that."""
-        mesh = self.comm.mesh
+    def sever(self) -> None:
+        """Close this rank's connections, so that a blocked wait ends: a receive that times out does just that."""
+        mesh = self.mesh
         groups = [(mesh.control, mesh.world)]
-        if self.comm.pairwise:
-            groups += [(pg, g) for g in (mesh.world, mesh.shard, mesh.replicate) for pg in g.lanes]
+        if self.pairwise:
+            groups += [(pg, group) for group in (mesh.world, mesh.shard, mesh.replicate) for pg in group.lanes]
         for pg, group in groups:
-            for peer in range(group.size):
-                if peer != group.rank and pg is not None:
-                    try:
-                        pg.recv([torch.empty(1)], peer, 9).wait(datetime.timedelta(milliseconds=1))
-                    except RuntimeError:
-                        pass  # this is the point
-
-
-def _misses(state: dict[str, Any], wait: dict[str, Any]) -> bool:
-    """Whether the rank in `state` has not launched what `wait` waits for, or something else in its place."""
-    lane, sequence = wait["lane"], wait["sequence"]
-    if state["launched"].get(lane, 0) < sequence:
-        return True
-    return any(
-        a == lane and n == sequence and what != wait["what"] for a, n, what in state["history"] if lane != CONTROL
-    )
+            for peer in _peers(group) if pg is not None else ():
+                with contextlib.suppress(RuntimeError):  # this is the point
+                    pg.recv([torch.empty(1)], peer, 9).wait(datetime.timedelta(milliseconds=1))
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -367,18 +250,21 @@ def gather_objects(value: Any) -> list[Any]:
     return everyone
 
 
-def lane_name(group: Group, lane: int) -> str:
-    return f"{lane}:{'-'.join(map(str, group.ranks))}"
+class LaneNames(dict[tuple[tuple[int, ...], int], str]):
+    """(ranks, lane) -> what the watch calls that queue of one model's launches."""
+
+    def __init__(self, number: str) -> None:
+        self.number = number
+
+    def __missing__(self, key: tuple[tuple[int, ...], int]) -> str:
+        self[key] = name = f"{self.number}:{key[1]}:{'-'.join(map(str, key[0]))}"
+        return name
 
 
 @functools.cache
-def _tag(unit: str) -> int:
-    """Messages of different units never meet, so a rank in another order cannot get another unit's values."""
-    return zlib.crc32(unit.encode()) % 2**30
-
-
-def _members(mesh: Mesh, lane: str) -> tuple[int, ...]:
-    return mesh.world.ranks if lane == CONTROL else tuple(map(int, lane.split(":")[1].split("-")))
+def _tag(number: str, unit: str) -> int:
+    """Messages of different models and units never meet, so a rank in another order cannot get another unit's values."""
+    return zlib.crc32(f"{number} {unit}".encode()) % 2**30
 
 
 def _peers(group: Group) -> list[int]:

@@ -129,7 +129,6 @@ def arm(runtime: Runtime, flat: Flat, index: int) -> None:
         node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         parameter.requires_grad_(needs)
 
-    @untraced
     def accumulated(*_: Any) -> None:
         runtime.arrived(flat, index, parameter)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from .arena import Arena, Slot
 from .comm import Comm, Handle
-from .parameter import grad_of
+from .parameter import grad_of, set_grad
 from .unit import Flat, Unit
 
 IN_FLIGHT = 1  # reductions of units that may wait while the next one is launched
@@ -28,39 +28,40 @@ class Reducer:
     def __init__(self, arena: Arena, comm: Comm, mean: bool, reduce_dtype: torch.dtype | None) -> None:
         self.arena, self.comm, self.mean, self.reduce_dtype = arena, comm, mean, reduce_dtype
         self.loss_scale = 1.0  # of the backward under way
+        self._early: dict[Flat, float] = {}
         self.under_way: deque[tuple[Flat, Iterator[None]]] = deque()
 
     # ---- arrival
 
     def accept(self, flat: Flat, index: int, parameter: Any) -> bool:
         """Move this rank's finished gradient of one parameter into the bucket."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            grad = grad_of(parameter)
-            if grad is None:
-                return False
-            if grad.layout != torch.strided:
-                raise ConfigError(
-                    f"parameter {flat.names[index]!r} got a sparse gradient; build its module with sparse=False"
-                )
-            if flat.bucket is None:
-                self._open(flat)
-            view = flat.bucket_views[index]
-            scale = self._early_scale(flat)
-            if index in flat.filled:
-                if view.dtype.itemsize < 4:
-                    flat.promote_bucket(self.arena)
-                    view = flat.bucket_views[index]
-                view.add_(grad, alpha=scale)
-            elif scale == 1.0:
-                view.copy_(grad)
-            else:
-                torch.mul(grad, scale, out=view)
-            flat.filled.add(index)
-            flat.has_grad.add(index)
-            parameter.__class__ = flat.classes[index]
-            parameter.grad = None
-            if not flat.unit.visible:
-                parameter.__class__ = flat.twins[index]
+        if not flat.unit.visible or torch.is_grad_enabled():  # hidden parameters trap uses; create_graph records them
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                return self._accept(flat, index, parameter)
+        return self._accept(flat, index, parameter)
+
+    def _accept(self, flat: Flat, index: int, parameter: Any) -> bool:
+        grad = grad_of(parameter)
+        if grad is None:
+            return False
+        if grad.is_sparse:
+            raise ConfigError(
+                f"parameter {flat.names[index]!r} got a sparse gradient; build its module with sparse=False"
+            )
+        if flat.bucket is None:
+            self._open(flat)
+        scale = self._early_scale(flat)
+        if index in flat.filled:
+            if flat.bucket_views[index].dtype.itemsize < 4:
+                flat.promote_bucket(self.arena)
+            flat.bucket_views[index].add_(grad, alpha=scale)
+        elif scale == 1.0:
+            flat.bucket_views[index].copy_(grad)
+        else:
+            torch.mul(grad, scale, out=flat.bucket_views[index])
+        flat.filled.add(index)
+        flat.has_grad.add(index)
+        set_grad(parameter, None)
         return True
 
     def _open(self, flat: Flat) -> None:
@@ -70,7 +71,11 @@ class Reducer:
 
     def _early_scale(self, flat: Flat) -> float:
         """The mean's 1/N costs nothing while copying; 16-bit gradients would lose small values, so theirs comes after the sum."""
-        return 1.0 / self._contributors(flat) if self.mean and flat.param_dtype.itemsize >= 4 else 1.0
+        scale = self._early.get(flat)
+        if scale is None:
+            early = self.mean and flat.param_dtype.itemsize >= 4
+            scale = self._early[flat] = 1.0 / self._contributors(flat) if early else 1.0
+        return scale
 
     def _late_scale(self, flat: Flat) -> float:
         scale = 1.0 / self._contributors(flat) if self.mean and flat.param_dtype.itemsize < 4 else 1.0

@@ -189,6 +189,9 @@ class Runtime:
             )
         self.unscaled_backwards += not self.scaled_backward
         self.passes.append(current)
+        for unit in self.units:
+            if not unit.pages:
+                unit.reveal()  # gradients are cheaper to take from parameters that trap nothing
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _first_backward_order(self, trains: set[int]) -> list[Op]:
@@ -215,7 +218,8 @@ class Runtime:
 
     def arrived(self, flat: Flat, index: int, parameter: Any) -> None:
         """Autograd finished this rank's gradient of one parameter."""
-        self.begin_backward()
+        if not self.passes or self.passes[-1].phase != "backward":
+            self.begin_backward()
         if not self.reducer.accept(flat, index, parameter):
             return
         current, unit = self.passes[-1], flat.unit

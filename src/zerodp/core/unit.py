@@ -295,12 +295,17 @@ class Unit:
     def show(self) -> None:
         """Wait for the page and let the parameters be used."""
         if not self.visible:
+            self.reveal()
+            self.runtime.used(self)
+
+    def reveal(self) -> None:
+        """`show` for what is always here; no use of its own."""
+        if not self.visible:
+            self.visible = True
             for flat in self.flats:
                 if flat.handles:
                     flat.wait()
                 flat.reveal()
-            self.visible = True
-            self.runtime.used(self)
 
     def hide(self) -> None:
         """Trap uses again; the page stays."""

@@ -1,0 +1,155 @@
+"""Looks at a wait that takes long: what is every rank waiting for, and can that still come?
+
+A rank waits for launch k of a lane. If each rank of a set waits for a launch that some other rank of the set has not made,
+none of them can ever go on. Ranks that do not wait here (computing, saving, sleeping) are never suspected, so slowness is no
+error. The ranks tell each other through the process group's store, and only while a wait is long.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from .comm import Handle
+
+PATIENCE, INTERVAL = 2.0, 0.5  # seconds
+
+
+class Watch:
+    """One thread per process for all sharded models; it sleeps but for a glance every `INTERVAL`."""
+
+    def __init__(self) -> None:
+        self.current: Handle | None = None
+        self.counts: dict[str, int] = {}  # launches per lane
+        self.history: deque[tuple[str, int, str]] = deque(maxlen=64)  # (lane, sequence, what)
+        self.models: dict[tuple[int, ...], int] = {}
+        self.thread: threading.Thread | None = None
+
+    # ---- kept by the engine
+
+    def number(self, ranks: tuple[int, ...]) -> str:
+        """A name for the next model over these ranks; the same on all of them, as they shard models in the same order."""
+        self.models[ranks] = self.models.get(ranks, 0) + 1
+        return f"{self.models[ranks]}/{'-'.join(map(str, ranks))}"
+
+    def launched(self, lane: str, what: str) -> int:
+        sequence = self.counts[lane] = self.counts.get(lane, 0) + 1
+        self.history.append((lane, sequence, what))
+        return sequence
+
+    def start(self) -> None:
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name="zerodp-watch", daemon=True)
+            self.thread.start()
+
+    def verdict(self, model: str) -> str | None:
+        """What any rank has found about this model, if one has."""
+        try:
+            store = _store()
+            for _ in range(6):  # the finder writes before it breaks, but the break may come here through a third rank
+                if store.check([f"verdict/{model}"]):
+                    return store.get(f"verdict/{model}").decode()  # type: ignore[no-any-return]
+                time.sleep(0.05)
+        except (RuntimeError, ValueError):
+            pass  # the store lives in rank 0's process, which may be the one that is gone
+        return None
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        seen: Handle | None = None
+        since, published, suspicion = 0.0, False, ""
+        while True:
+            time.sleep(INTERVAL)
+            handle = self.current
+            try:
+                if handle is None or handle is not seen or not handle.comm.watched:
+                    seen, since, suspicion = handle, time.monotonic(), ""
+                    if published:
+                        _publish({})
+                        published = False
+                elif time.monotonic() - since > PATIENCE:
+                    if not published:
+                        _publish(self._state(handle))
+                        published = True
+                    found = stuck(_states(handle), dist.get_rank())
+                    if found and found == suspicion and self.current is handle:
+                        self._raise_alarm(handle, found)
+                        found = ""
+                    suspicion = found
+            except (RuntimeError, ValueError):
+                seen, published = (
+                    None,
+                    False,
+                )  # no store, or no longer: rank 0 is gone, which the connections tell as well
+
+    def _state(self, handle: Handle) -> dict[str, Any]:
+        model = handle.comm.number + ":"
+        return {
+            "model": handle.comm.number,
+            "lane": handle.lane,
+            "sequence": handle.sequence,
+            "what": handle.what,
+            "group": list(handle.group.ranks),
+            "launched": {lane: count for lane, count in self.counts.items() if lane.startswith(model) or count},
+            "history": list(self.history),
+            "last": handle.comm.last_event(),
+        }
+
+    def _raise_alarm(self, handle: Handle, found: str) -> None:
+        store = _store()
+        for model in {state["model"] for state in _states(handle).values() if state}:
+            if not store.check([f"verdict/{model}"]):
+                store.set(f"verdict/{model}", found)
+        handle.comm.sever()
+
+
+def stuck(states: dict[int, dict[str, Any]], me: int) -> str:
+    """A report if rank `me` is in a set of ranks that can never go on, else ''. An empty state is a rank that does not wait."""
+    ranks = {rank for rank, state in states.items() if state}
+    for _ in states:  # take out, again and again, who waits only for launches that have been made or can still be
+        ranks = {
+            r for r in ranks if any(q != r and q in states[r]["group"] and _lacks(states[q], states[r]) for q in ranks)
+        }
+    if me not in ranks:
+        return ""
+    lines = [
+        f"rank {rank} waits for {state['what']}, after {state['last']}" if state else f"rank {rank} does not wait"
+        for rank, state in states.items()
+    ]
+    return (
+        f"the ranks wait for different things and would wait for ever: {'; '.join(lines)}. Every rank must call the same modules, "
+        "backward passes, steps and collective functions of zerodp in the same order; inside zerodp.full_params() forward "
+        "passes need not match"
+    )
+
+
+def _lacks(state: dict[str, Any], wait: dict[str, Any]) -> bool:
+    """Whether the rank in `state` has not launched what `wait` waits for, or has launched something else in its place."""
+    lane, sequence = wait["lane"], wait["sequence"]
+    if state["launched"].get(lane, 0) < sequence:
+        return True
+    return any(a == lane and n == sequence and what != wait["what"] for a, n, what in state["history"])
+
+
+def _store() -> Any:
+    return dist.PrefixStore("zerodp", dist.distributed_c10d._get_default_store())
+
+
+def _publish(state: dict[str, Any]) -> None:
+    _store().set(str(dist.get_rank()), json.dumps(state))
+
+
+def _states(handle: Handle) -> dict[int, dict[str, Any]]:
+    store = _store()
+    ranks = handle.comm.mesh.world.ranks
+    return {rank: json.loads(store.get(str(rank))) if store.check([str(rank)]) else {} for rank in ranks}
+
+
+WATCH = Watch()
