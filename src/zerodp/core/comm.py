@@ -151,7 +151,7 @@ class Comm:
                 what,
                 space,
             )
-        works, tag = [], _tag(unit)
+        works, tag = [], _tag(self.number, unit)
         for peer in _peers(group):
             works += [pg.send([parts[peer]], peer, tag), pg.recv([space[peer - (peer > group.rank)]], peer, tag)]
         space.insert(group.rank, parts[group.rank])
