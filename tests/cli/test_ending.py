@@ -1,0 +1,115 @@
+"""However a run ends, all of its processes end, and the user knows where things stand."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.runs import is_running, log, ranks_of, started, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+SOON = 60.0  # seconds; a few on an idle machine
+
+
+def ended_cleanly(folder: Path) -> None:
+    """Saved at the step where the log ends, with a report."""
+    progress = torch.load(folder / "state.pt")["progress"]
+    assert progress["step"] == log(folder)[-1]["step"]
+    assert f"--resume {folder}" in (folder / "report.txt").read_text()
+    assert not list(folder.glob("rank*.log"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_to_the_launcher(number: signal.Signals, tmp_path: Path, cache: Path, text: Path) -> None:
+    folder = tmp_path / "run"
+    with started({"--out": folder, "--data": text}, cache) as process:
+        workers = ranks_of(process.pid)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=SOON)
+    assert process.returncode == 128 + number, errors
+    assert b"Sample:" in output
+    assert errors == b""
+    assert not any(map(is_running, workers.values()))
+    ended_cleanly(folder)
+
+
+def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path: Path, cache: Path, text: Path) -> None:
+    folder = tmp_path / "run"
+    with started({"--out": folder, "--data": text}, cache) as process:
+        os.kill(ranks_of(process.pid)[1], signal.SIGTERM)
+        _, errors = process.communicate(timeout=SOON)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    ended_cleanly(folder)
+
+
+def test_ctrl_c_on_a_terminal(tmp_path: Path, cache: Path, text: Path) -> None:
+    """The key itself, so that the whole process group is interrupted, and the panel is seen."""
+    folder = tmp_path / "run"
+    terminal, inner = os.openpty()
+    take_terminal = lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # noqa: E731
+    with started({"--out": folder, "--data": text}, cache, stdout=inner, preexec_fn=take_terminal) as process:
+        os.close(inner)
+        os.write(terminal, b"\x03")
+        output = b""
+        while process.poll() is None:
+            output += os.read(terminal, 1 << 16)
+        os.set_blocking(terminal, False)
+        while chunk := read(terminal):
+            output += chunk
+    os.close(terminal)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "validation loss" in output.decode()
+    assert "╭" in output.decode()  # the panel's corner
+    ended_cleanly(folder)
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:
+        return b""
+
+
+def test_a_killed_rank_ends_the_run(tmp_path: Path, cache: Path, text: Path) -> None:
+    folder = tmp_path / "run"
+    with started({"--out": folder, "--data": text}, cache) as process:
+        workers = ranks_of(process.pid)
+        os.kill(workers[1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=SOON)
+    assert process.returncode == 1
+    lines = errors.decode().splitlines()
+    assert lines == [
+        f"zerodp train: rank 1 was killed by SIGKILL; the other ranks were stopped. Log: {folder}/rank1.log"
+    ]
+    assert not any(map(is_running, workers.values()))
+
+
+def test_a_failing_rank_is_named_with_its_error(tmp_path: Path, cache: Path, text: Path) -> None:
+    """A folder that stops being writable: the log cannot be written."""
+    folder = tmp_path / "run"
+    with started({"--out": folder, "--data": text}, cache) as process:
+        (folder / "log.jsonl").unlink()
+        (folder / "log.jsonl").mkdir()
+        _, errors = process.communicate(timeout=SOON)
+    assert process.returncode == 1
+    assert errors.decode().count("\n") == 1
+    assert "rank 0 failed: IsADirectoryError" in errors.decode()
+
+
+def test_no_rank_outlives_its_launcher(tmp_path: Path, cache: Path, text: Path) -> None:
+    folder = tmp_path / "run"
+    with started({"--out": folder, "--data": text}, cache, stdout=subprocess.DEVNULL) as process:
+        workers = ranks_of(process.pid)
+        process.kill()
+        began = time.monotonic()
+        wait_until(lambda: not any(map(is_running, workers.values())), SOON)
+    assert time.monotonic() - began < SOON
+    assert torch.load(folder / "state.pt")["progress"]["step"] == log(folder)[-1]["step"]
