@@ -17,10 +17,11 @@ KINDS = ("parameters", "gradients", "master", "first_moment", "second_moment", "
 class Slot:
     """A borrowed buffer: `tensor` is [numel] of the asked dtype, `views` a cache for whoever cuts it the same way each time."""
 
-    __slots__ = ("address", "base", "buffer", "kind", "label", "nbytes", "tensor", "views")
+    __slots__ = ("address", "base", "buffer", "kind", "label", "nbytes", "size", "tensor", "views")
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = self.tensor = buffer
+        self.size = buffer.numel()  # bytes
         self.address = buffer.untyped_storage()._cdata  # identifies the storage to saved-tensor hooks
         self.views: dict[Any, list[Tensor]] = {}
 
@@ -62,27 +63,38 @@ class Arena:
         self.reserved = self.lent = self.lent_peak = 0
         self.now = dict.fromkeys(KINDS, 0)
         self.peak = dict.fromkeys(KINDS, 0)
-        self.total_peak = 0
+        self.total = self.total_peak = 0
 
     # ---- slots: short-lived
 
     def take(self, numel: int, dtype: torch.dtype, kind: str, label: str = "") -> Slot:
         """Borrow a buffer of `numel` elements; its contents are arbitrary."""
-        self.settle()
+        if self.limbo:
+            self.settle()
         needed = numel * dtype.itemsize
         self.lent += needed
         self.lent_peak = max(self.lent_peak, self.lent)
-        fitting = [s for s in self.idle if needed <= s.buffer.numel() <= 2 * needed]
-        if fitting:
-            slot = min(fitting, key=lambda s: (s.buffer.numel(), s.nbytes != needed))
-            self.idle.remove(slot)
-        else:
+        slot = self._fitting(needed)
+        if slot is None:
             self._trim(needed)
             with torch.inference_mode(False):  # or training could not use it later
                 slot = Slot(torch.empty(needed, dtype=torch.uint8, device=self.device))
             self.reserved += needed
         self.add(kind, needed)
         return slot.lend(numel, dtype, kind, label)
+
+    def _fitting(self, needed: int) -> Slot | None:
+        """The smallest idle buffer that is large enough and not much larger."""
+        best = None
+        for slot in self.idle:
+            size = slot.size
+            if needed <= size <= 2 * needed and (best is None or size < best.size):
+                best = slot
+                if size == needed:
+                    break
+        if best is not None:
+            self.idle.remove(best)
+        return best
 
     def give(self, slot: Slot) -> None:
         """Hand a slot back. While somebody still sees it, it waits in limbo: freeing too early is impossible."""
@@ -106,9 +118,9 @@ class Arena:
         return [(slot.label, slot.nbytes) for slot in self.limbo]
 
     def _trim(self, needed: int) -> None:
-        self.idle.sort(key=lambda s: s.buffer.numel())
+        self.idle.sort(key=lambda s: s.size)
         while self.idle and self.reserved + needed > self.lent_peak:
-            self.reserved -= self.idle.pop().buffer.numel()
+            self.reserved -= self.idle.pop().size
 
     # ---- long-lived memory
 
@@ -126,11 +138,12 @@ class Arena:
 
     def add(self, kind: str, nbytes: int) -> None:
         self.now[kind] += nbytes
+        self.total += nbytes
         if nbytes > 0:
             self.peak[kind] = max(self.peak[kind], self.now[kind])
-            self.total_peak = max(self.total_peak, sum(self.now.values()))
+            self.total_peak = max(self.total_peak, self.total)
 
     def reset_peaks(self) -> None:
         self.peak = dict(self.now)
-        self.total_peak = sum(self.now.values())
+        self.total_peak = self.total
         self.lent_peak = self.lent

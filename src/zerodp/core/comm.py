@@ -99,16 +99,15 @@ class Comm:
         if group.size == 1:
             return Handle(self, (), group, GATHER, unit)
         n = out.numel() // group.size
-        parts = out.split(n)
+        parts = out.view(group.size, n).unbind()
         self.count(op, unit, out.dtype, n * (group.size - 1), count)
         what = f"the gather of unit {unit!r}"
         pg = self._lane(group, GATHER, what)
         if self.pairwise:
-            own = parts[group.rank]
-            tag = _tag(self.number, unit)
-            works = [
-                w for peer in _peers(group) for w in (pg.send([own], peer, tag), pg.recv([parts[peer]], peer, tag))
-            ]
+            works: list[Any] = []
+            own, tag = [parts[group.rank]], _tag(self.number, unit)
+            for peer in group.peers:
+                works += (pg.recv([parts[peer]], peer, tag), pg.send(own, peer, tag))
         else:
             works = [_all_gather(out, parts[group.rank], group=pg, async_op=True)]
         return Handle(self, works, group, GATHER, what)
@@ -126,7 +125,7 @@ class Comm:
     ) -> Handle:
         """Send each rank its part of `bucket` [size * n]. The result is a list of [n] whose sum, in that order, is this rank's."""
         n = bucket.numel() // group.size
-        parts = list(bucket.split(n))
+        parts = bucket.view(group.size, n).unbind()
         if group.size == 1:
             return Handle(self, (), group, REDUCE, unit, parts)
         self.count(op, unit, bucket.dtype, n * (group.size - 1), 1)
@@ -141,7 +140,7 @@ class Comm:
                 what,
                 [receive],
             )
-        space = list(receive.split(n))
+        space = list(receive.view(-1, n).unbind())
         if not self.pairwise:
             return Handle(
                 self,
@@ -151,9 +150,10 @@ class Comm:
                 what,
                 space,
             )
-        works, tag = [], _tag(self.number, unit)
-        for peer in _peers(group):
-            works += [pg.send([parts[peer]], peer, tag), pg.recv([space[peer - (peer > group.rank)]], peer, tag)]
+        works: list[Any] = []
+        tag = _tag(self.number, unit)
+        for peer in group.peers:
+            works += (pg.recv([space[peer - (peer > group.rank)]], peer, tag), pg.send([parts[peer]], peer, tag))
         space.insert(group.rank, parts[group.rank])
         return Handle(self, works, group, REDUCE, what, space)
 
@@ -236,7 +236,7 @@ class Comm:
         if self.pairwise:
             groups += [(pg, group) for group in (mesh.world, mesh.shard, mesh.replicate) for pg in group.lanes]
         for pg, group in groups:
-            for peer in _peers(group) if pg is not None else ():
+            for peer in group.peers if pg is not None else ():
                 with contextlib.suppress(RuntimeError):  # this is the point
                     pg.recv([torch.empty(1)], peer, 9).wait(datetime.timedelta(milliseconds=1))
 
@@ -265,11 +265,6 @@ class LaneNames(dict[tuple[tuple[int, ...], int], str]):
 def _tag(number: str, unit: str) -> int:
     """Messages of different models and units never meet, so a rank in another order cannot get another unit's values."""
     return zlib.crc32(f"{number} {unit}".encode()) % 2**30
-
-
-def _peers(group: Group) -> list[int]:
-    """The others, each rank beginning with its right neighbour so that no rank is everyone's first."""
-    return [(group.rank + i) % group.size for i in range(1, group.size)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -25,9 +25,14 @@ class Group:
     rank: int
     lanes: tuple[Any, ...]
     size: int = field(init=False)
+    peers: tuple[int, ...] = field(
+        init=False
+    )  # the others, beginning with the right neighbour: no rank is everyone's first
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", len(self.ranks))
+        size = len(self.ranks)
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "peers", tuple((self.rank + i) % size for i in range(1, size)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,7 @@ ROOT = "(root)"
 TRACE_LENGTH = 100_000
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something this rank did: kind is gather, use, free, reduce or step; phase is forward, backward or idle."""
 
     kind: str
@@ -66,7 +65,7 @@ class Runtime:
         self.module_names = names
         self.unit_of = {unit.module: unit for unit in units if unit.module is not None}
         self.pager = Pager(units, config.unsharded_bytes, config.prefetch, self)
-        self.pages: dict[int, Flat] = {}  # storage address -> the flat whose page is in it
+        self.pages: list[tuple[int, int, Flat]] = []  # addresses of the pages that are here
         self.passes: list[Pass] = []
         self.frames: list[Frame] = []
         self.orders: dict[tuple[Any, ...], Order] = {}
@@ -294,12 +293,13 @@ class Runtime:
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
         try:
-            flat = self.pages.get(tensor.untyped_storage()._cdata)
+            address = tensor.data_ptr()
         except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
             return tensor
-        if flat is None:
-            return tensor
-        return Note(flat, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        for start, end, flat in self.pages:
+            if start <= address < end:
+                return Note(flat, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return tensor
 
     def unpack(self, saved: Any) -> Tensor:
         if type(saved) is not Note:

@@ -172,8 +172,9 @@ class Flat:
     def free(self, arena: Arena) -> None:
         """Give the page back; nothing to do where parameters stay whole."""
         if self.slot is not None:
-            if self.handles:
+            if self.handles and self.handles[0].comm.broken is None:
                 self.wait()
+            self.handles = []
             for parameter, cls, hole, hidden in zip(self.parameters, self.classes, self.holes, self.twins, strict=True):
                 parameter.__class__ = cls
                 parameter.data = hole
@@ -289,7 +290,8 @@ class Unit:
         for flat in self.flats:
             if flat.pages:
                 flat.launch(runtime.arena, runtime.comm)
-                runtime.pages[flat.slot.address] = flat  # type: ignore[union-attr]
+                start = flat.slot.buffer.data_ptr()  # type: ignore[union-attr]
+                runtime.pages.append((start, start + flat.slot.nbytes, flat))  # type: ignore[union-attr]
         self.present = True
 
     def show(self) -> None:
@@ -320,9 +322,9 @@ class Unit:
             return self.hide()
         self.visible = self.present = False
         runtime = self.runtime
+        runtime.pages = [page for page in runtime.pages if page[2].unit is not self]
         for flat in self.flats:
             if flat.slot is not None:
-                runtime.pages.pop(flat.slot.address, None)
                 flat.free(runtime.arena)
             else:
                 flat.conceal()
