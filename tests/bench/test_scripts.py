@@ -1,0 +1,100 @@
+"""The benchmark scripts run, on tiny models, and what they write is whole. No test here looks at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+pytestmark = pytest.mark.timeout(300)
+
+
+def bench(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(BENCH / script), *arguments], env=env, capture_output=True, text=True, timeout=280
+    )
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """The one file of results in `folder`, which names versions and never the machine."""
+    (path,) = folder.glob("*.json")
+    content: dict[str, Any] = json.loads(path.read_text())
+    assert content["versions"]["torch"]
+    assert os.uname().nodename not in path.read_text()
+    return content
+
+
+def test_gpu_check_runs_on_the_cpu(tmp_path: Path) -> None:
+    done = bench("gpu_check.py", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = written(tmp_path)
+    exact = [row for row in content["right"] if "fp32" in row["what"]]
+    assert [row["difference"] for row in exact] == [0.0] * 4
+    assert all(row["ok"] for row in content["right"])
+    speeds = {row["what"]: row["tokens_s"] for row in content["speed"]}
+    assert speeds.keys() == {"plain torch, autocast", "FSDP2", *(f"zerodp stage {s}" for s in range(4))}
+    assert all(speed > 0 for speed in speeds.values())
+
+
+def test_run_compares_methods_and_their_losses(tmp_path: Path) -> None:
+    done = bench("run.py", "--quick", "--no-memory", "--methods", "zerodp1,ddp", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = written(tmp_path)
+    summary = content["summary"]
+    assert {name: row["losses_agree"] for name, row in summary.items()} == {"zerodp1": True, "ddp": True}
+    assert all(row["step_s"] > 0 and row["peak_bytes_per_param"] > 0 for row in summary.values())
+    (ratio,) = content["ratios"]
+    assert ratio["what"] == "zerodp1 / ddp"
+    assert ratio["value"] == pytest.approx(summary["zerodp1"]["step_s"] / summary["ddp"]["step_s"])
+    assert "zerodp stage 1" in done.stdout
+
+
+def test_run_refuses_an_unknown_method() -> None:
+    done = bench("run.py", "--methods", "zerodp9")
+    assert done.returncode == 2
+    assert "zerodp9" in done.stderr
+
+
+def test_run_says_when_the_network_cannot_be_limited(tmp_path: Path) -> None:
+    done = bench("run.py", "--quick", "--methods", "ddp", "--link", "no-such-rate", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped: no rate-limited network" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_overhead_counts_each_phase(tmp_path: Path) -> None:
+    tiny = ("--layers", "2", "--steps", "3", "--methods", "zerodp3", "--settings", "no wire,2 ranks")
+    done = bench("overhead.py", *tiny, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = written(tmp_path)["per_block"]
+    assert set(found) == {"zerodp3, no wire", "zerodp3, 2 ranks"}
+    assert found["zerodp3, 2 ranks"]["forward"]["gloo_us"] > 0
+    assert found["zerodp3, no wire"]["forward"]["gloo_us"] == 0
+
+
+def test_overhead_profiles_functions(tmp_path: Path) -> None:
+    done = bench("overhead.py", "--layers", "2", "--steps", "2", "--settings", "no wire", "--profile", "zerodp3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "core/reducer.py" in done.stdout
+
+
+def test_breakdown_fills_its_part_of_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "profile.md"
+    page.write_text("before\n<!-- begin: bench/breakdown.py -->\nold\n<!-- end -->\nafter\n")
+    small = ("--dim", "32", "--layers", "1", "--steps", "1", "--methods", "zerodp3", "--page", str(page))
+    done = bench("breakdown.py", *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "old" not in text
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
+    assert {"compute", "wait for the wire", "optimizer", "Python and autograd"} <= rows.keys()
+    assert "1 reduce in backward" in text
