@@ -59,7 +59,8 @@ class Control:
     def __init__(self, runtime: Runtime, comm: Comm, compares: bool) -> None:
         self.runtime, self.comm, self.compares = runtime, comm, compares
         self.pending: list[tuple[Handle, tuple[Any, ...]]] = []
-        self.numbers: dict[int, str] = {}
+        forwards = [("forward", name, grad) for name in runtime.module_names.values() for grad in (True, False)]
+        self.numbers = {number_of(key): _entry(key) for key in forwards}
         self.flats = list(runtime.flats())
         num_units, num_parameters = len(runtime.units), sum(len(flat.parameters) for flat in self.flats)
         self.columns = {self.UNITS: (8, num_units), self.GRADIENTS: (8 + _words(num_units), num_parameters)}
@@ -72,7 +73,7 @@ class Control:
         if self.comm.broken is not None:
             return
         number = number_of(done.key)
-        self.numbers[number] = repr(_entry(done.key))
+        self.numbers[number] = _entry(done.key)
         message = self._message(kind, number)
         message[self.MISSED], message[self.ARRIVED] = done.missed, done.arrived
         self.pending.append((self.comm.exchange(message, "the other ranks' end of the pass"), done.key))
@@ -155,17 +156,18 @@ class Control:
 
     def _says(self, row: Tensor) -> str:
         kind, argument = Kind(int(row[0])), int(row[1])
-        what = self.numbers.get(argument, "another module")
+        what = self.numbers.get(argument, "other forward passes")
         if kind == Kind.EXTRA:
             what = repr(self.runtime.units[argument].name)
         return SAYS[kind].format(what)
 
 
 def _entry(key: tuple[Any, ...]) -> str:
-    """The module that a pass entered, in words."""
+    """What a pass entered and how, in words."""
     if key[0] == "forward":
-        return key[1] or "the model"
-    return ", ".join(dict.fromkeys(_entry(entered) for entered in key[1])) or "the model"
+        return (repr(key[1]) if key[1] else "the model") + ("" if key[2] else " without gradients")
+    entered = ", ".join(dict.fromkeys(_entry(entered) for entered in key[1])) or "the model"
+    return entered + ("" if key[3] else " under no_sync()")
 
 
 def _words(count: int) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
+from .watch import WATCH
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def resolve(mesh: Any, device: torch.device | None) -> Mesh:
     if _cache_world is not dist.group.WORLD:
         _cache_world = dist.group.WORLD
         _cache.clear()
+        WATCH.forget()
     world, shard, replicate, parent = _ranks(mesh)
     types = [d.type for d in parent._device_types]
     accelerators = [t for t in types if parent._get_backend(torch.device(t)).name() not in ("gloo", "fake")]

@@ -38,6 +38,11 @@ class Watch:
         self.models[ranks] = self.models.get(ranks, 0) + 1
         return f"{self.models[ranks]}/{'-'.join(map(str, ranks))}"
 
+    def forget(self) -> None:
+        """Count anew: another process group stands, whose ranks need not have the same past."""
+        for counted in (self.models, self.counts, self.history):
+            counted.clear()
+
     def launched(self, lane: str, what: str) -> int:
         sequence = self.counts[lane] = self.counts.get(lane, 0) + 1
         self.history.append((lane, sequence, what))
