@@ -20,6 +20,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.extra_keyword_matches.update(mark.args)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Within a file one world size after the other: a change of the process group costs more than a small test."""
+    files = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (files[item.path], world_size(item)))
+
+
+def world_size(item: pytest.Item) -> int:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return int(parameters.get("world_size", 0))
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Processes that act as ranks, kept between tests."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 90.0  # seconds for a run of a few steps on a busy machine
+PATIENCE = 180.0  # seconds for a run of a few steps, which takes about ten, on a busy machine
 TINY = {"--params": "60k", "--context": "32", "--batch": "2", "--steps": "6", "--validate-every": "2", "--sample": "5"}
 ENDLESS = {"--steps": "1000000", "--validate-every": "1000000"}
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.cli.runs import PATIENCE, environment, log, losses, options, resume, train
 
-pytestmark = pytest.mark.timeout(300)  # several processes start, one after another
+pytestmark = pytest.mark.timeout(400)  # several processes start, one after another
 
 
 def test_a_run_leaves_log_pictures_table_and_sample(finished: tuple[Path, str]) -> None:

@@ -57,6 +57,7 @@ class Task:
     loss: one loss, or several that are computed first and then each put through its own backward.
     micro: per micro-batch of a step, whether its backward is synchronised (False = under ``no_sync``).
     between: called before every step, with both sides' own model and optimizer.
+    brief: record the losses of every step, and the rest only at the last.
     """
 
     model: Callable[[], nn.Module]
@@ -69,6 +70,7 @@ class Task:
     between: Callable[[int, nn.Module, Any], None] = nothing
     reduction: str = "mean"
     seed: int = 0
+    brief: bool = False
 
     def build(self, rank: int) -> tuple[nn.Module, Optimizer]:
         """The same model everywhere, and from here on each rank's own random numbers."""
@@ -77,6 +79,9 @@ class Task:
         optimizer = self.optimizer(model)
         torch.manual_seed(1000 + rank)
         return model, optimizer
+
+    def recorded(self, step: int) -> bool:
+        return not self.brief or step == self.steps - 1
 
     def losses(self, model: nn.Module, batch: Any) -> list[Tensor]:
         loss = self.loss(model, batch)
@@ -153,13 +158,15 @@ def train(task: Task, wrap: Callable[[nn.Module, Optimizer], Subject]) -> list[R
                 for loss in losses:
                     subject.backward(loss)
             record.losses += [loss.detach().clone() for loss in losses]
-        record.gradients = copied(subject.gradients())
+        if task.recorded(step):
+            record.gradients = copied(subject.gradients())
         if task.max_norm is not None:
             record.norm = subject.clip(task.max_norm)
         subject.optimizer.step()
         subject.optimizer.zero_grad()
-        record.parameters = copied(subject.parameters())
-        record.buffers = copied(subject.buffers())
+        if task.recorded(step):
+            record.parameters = copied(subject.parameters())
+            record.buffers = copied(subject.buffers())
         records.append(record)
     return records
 
@@ -236,7 +243,11 @@ class Oracle:
             parameter.grad = self.gradients.get(name)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.gradients = {}
+        given = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        ungiven = {
+            name for name, p in self.master.named_parameters() if id(p) not in given
+        }  # add up for ever, as in torch
+        self.gradients = {name: gradient for name, gradient in self.gradients.items() if name in ungiven}
         if self.model is not self.master:
             with torch.no_grad():
                 for mine, master in zip(self.model.parameters(), self.master.parameters(), strict=True):
@@ -259,12 +270,14 @@ class Oracle:
                 mine.requires_grad_(master.requires_grad)
             for micro, synced in enumerate(self.task.micro):
                 record.losses += self.micro_batch(step, micro, synced)[rank]
-            record.gradients = copied(self.gradients)
+            if self.task.recorded(step):
+                record.gradients = copied(self.gradients)
             if self.task.max_norm is not None:
                 record.norm = self.clip(self.task.max_norm)
             self.step()
-            record.parameters = copied(dict(self.master.named_parameters(remove_duplicate=False)))
-            record.buffers = copied(self.ranks[rank].buffers)
+            if self.task.recorded(step):
+                record.parameters = copied(dict(self.master.named_parameters(remove_duplicate=False)))
+                record.buffers = copied(self.ranks[rank].buffers)
             records.append(record)
         return records
 
@@ -275,6 +288,11 @@ def parity(task: Task, *, tolerance: float = 0.0, dtype: torch.dtype | None = No
     ``tolerance`` 0 means bitwise. ``dtype`` is the oracle's compute dtype, where ``options`` ask for a low precision.
     """
     return agree(task, lambda model, optimizer: Zero(model, optimizer, **options), tolerance, dtype)
+
+
+def run(task: Task, **options: Any) -> list[Record]:
+    """The task under zerodp, without the oracle."""
+    return train(task, lambda model, optimizer: Zero(model, optimizer, **options))
 
 
 def agree(

@@ -45,6 +45,7 @@ class Worker:
     def __init__(self, context: Any, rank: int, folder: Path):
         self.rank = rank
         self.log = folder / f"rank{rank}.log"
+        self.log.touch()
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=worker.serve, args=(theirs, rank, self.log), daemon=True)
         self.process.start()
@@ -52,7 +53,7 @@ class Worker:
         self.log_start = 0
 
     def send(self, *message: Any) -> None:
-        self.log_start = self.log.stat().st_size if self.log.exists() else 0
+        self.log_start = self.log.stat().st_size
         self.connection.send(message)
 
     def answer(self) -> Success | Failure:

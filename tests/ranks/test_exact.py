@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.oracle import Task, adamw, momentum, parity, rows, same
+from tests.ranks.oracle import Task, adamw, momentum, parity, rows, run, same
 from tests.ranks.pool import on_ranks
 from tests.ranks.test_optimizers import ELEMENTWISE
 from tests.ranks.toys import Block, Lion, Net
@@ -41,25 +41,24 @@ TRAINABLE = {"AdamW": adamw, "AdamW fused": ELEMENTWISE["AdamW fused"], "SGD mom
 MICRO = {"one": (True,), "synced": (True, True), "no_sync": (False, True)}
 
 
-@on_ranks(2, 3, 4, timeout=110)
-@pytest.mark.parametrize("micro", MICRO)
-@pytest.mark.parametrize("optimizer", TRAINABLE)
-def test_twenty_steps_in_every_stage_and_layout(optimizer: str, micro: str, world_size: int) -> None:
-    """Each run is held against the oracle as well: bitwise on two ranks, within 1e-6 on more."""
-    task = Task(Net, rows(3), optimizer=TRAINABLE[optimizer], steps=STEPS, micro=MICRO[micro])
-    tolerance = 0.0 if world_size == 2 else 1e-6
-    reference = parity(task, stage=0, tolerance=tolerance)
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize(("optimizer", "micro"), zip(TRAINABLE, MICRO, strict=True))
+def test_every_stage_and_layout(optimizer: str, micro: str, world_size: int) -> None:
+    """Equal to the oracle, bitwise on two ranks and within 1e-6 on more; and bitwise among themselves."""
+    task = Task(Net, rows(3), optimizer=TRAINABLE[optimizer], steps=STEPS, micro=MICRO[micro], brief=True)
+    reference = parity(task, stage=0, tolerance=0.0 if world_size == 2 else 1e-6)
     for stage in range(4):
         for options in LAYOUTS if world_size == 2 else LAYOUTS[2:4]:
-            same(parity(task, stage=stage, tolerance=tolerance, **options), reference)
+            same(run(task, stage=stage, **options), reference)
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("options", STAGE_3_ONLY, ids=str)
-def test_twenty_steps_with_any_residency(options: dict[str, Any], world_size: int) -> None:
-    task = Task(Net, rows(3), optimizer=adamw, steps=STEPS, micro=(False, True))
-    tolerance = 0.0 if world_size == 2 else 1e-6
-    same(parity(task, stage=3, tolerance=tolerance, **options), parity(task, stage=2, tolerance=tolerance))
+def test_any_residency(world_size: int) -> None:
+    """Prefetch and memory budget of stage 3."""
+    task = Task(Net, rows(3), optimizer=adamw, steps=STEPS, micro=(False, True), brief=True)
+    reference = parity(task, stage=2, tolerance=0.0 if world_size == 2 else 1e-6)
+    for options in STAGE_3_ONLY:
+        same(run(task, stage=3, **options), reference)
 
 
 OTHERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -69,12 +68,11 @@ OTHERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("name", OTHERS)
-def test_twenty_steps_with_other_optimizers(name: str, world_size: int) -> None:
-    task = Task(Net, rows(3), optimizer=OTHERS[name], steps=STEPS)
-    tolerance = 0.0 if world_size == 2 else 1e-5
-    reference = parity(task, stage=0, tolerance=tolerance)
+def test_other_optimizers(name: str, world_size: int) -> None:
+    task = Task(Net, rows(3), optimizer=OTHERS[name], steps=STEPS, brief=True)
+    reference = parity(task, stage=0, tolerance=0.0 if world_size == 2 else 1e-5)
     for stage in (1, 2, 3):
-        same(parity(task, stage=stage, units=[Block], tolerance=tolerance), reference)
+        same(run(task, stage=stage, units=[Block]), reference)
 
 
 def everything(step: int, model: nn.Module, optimizer: Any) -> None:
@@ -95,9 +93,8 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @on_ranks(2, 3, 4)
-def test_twenty_steps_in_which_everything_changes(world_size: int) -> None:
-    task = Task(Net, rows(3), optimizer=two_groups, steps=STEPS, micro=(False, True), between=everything)
-    tolerance = 0.0 if world_size == 2 else 1e-6
-    reference = parity(task, stage=0, tolerance=tolerance)
+def test_while_everything_changes(world_size: int) -> None:
+    task = Task(Net, rows(3), optimizer=two_groups, steps=STEPS, micro=(False, True), between=everything, brief=True)
+    reference = parity(task, stage=0, tolerance=0.0 if world_size == 2 else 1e-6)
     for stage in (1, 2, 3):
-        same(parity(task, stage=stage, units=[Block], tolerance=tolerance), reference)
+        same(run(task, stage=stage, units=[Block]), reference)

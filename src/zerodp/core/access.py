@@ -16,7 +16,7 @@ from ..errors import CheckpointError, ConfigError, ShardedError
 from .control import Kind
 from .norms import part
 from .runtime import Runtime
-from .unit import Flat, Unit
+from .unit import Cut, Flat, Unit
 
 Slice = slice
 
@@ -88,7 +88,7 @@ def _keep(runtime: Runtime, units: list[Unit]) -> None:
     """Rank 0's edits into the shards of all ranks."""
     for unit in units:
         for flat in unit.flats:
-            commit(runtime, flat, _gathered(flat))
+            commit(runtime, flat, _page(flat))
     for unit in [*runtime.pager.cache.clear(), *units]:
         unit.free()
 
@@ -122,16 +122,17 @@ def _drop(
         )
 
 
-def _gathered(flat: Flat) -> Tensor:
-    return flat.full if flat.full is not None else flat.slot.tensor  # type: ignore[union-attr]
+def _page(flat: Flat) -> Cut:
+    page = flat.page
+    assert page is not None, "full_params gathers before it looks"
+    return page
 
 
 def _own(flat: Flat, copy: bool = False) -> list[Tensor]:
     """This rank's part of each piece of the gathered flat; a copy only where it is the master itself."""
     if copy and flat.shard[0].dtype == flat.param_dtype and flat.full is None:
         return flat.shard  # the page is a copy already
-    whole = _gathered(flat)
-    parts = [whole[slice(*flat.layout.part(piece, flat.group.rank))] for piece in range(len(flat.shard))]
+    parts = [parts[flat.group.rank] for parts in _page(flat).parts]
     return [p.clone() for p in parts] if copy else parts
 
 
@@ -145,14 +146,14 @@ def _changed(flat: Flat, before: list[Tensor]) -> str | None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.numel() else True
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
 
 
-def commit(runtime: Runtime, flat: Flat, whole: Tensor) -> None:
-    """Rank 0's `whole` [padded_numel] into the shards; elements that equal what the shard casts to keep the shard's bits."""
-    runtime.comm.broadcast(whole, flat.unit.name)
-    for piece, mine in enumerate(flat.shard):
-        new = whole[slice(*flat.layout.part(piece, flat.group.rank))]
+def commit(runtime: Runtime, flat: Flat, page: Cut) -> None:
+    """Rank 0's `page` into the shards; elements that equal what the shard casts to keep the shard's bits."""
+    runtime.comm.broadcast(page.whole, flat.unit.name)
+    for mine, parts in zip(flat.shard, page.parts, strict=True):
+        new = parts[flat.group.rank]
         if new.data_ptr() == mine.data_ptr():
             continue
         old = mine.to(new.dtype)
@@ -169,14 +170,14 @@ def _bits(tensor: Tensor) -> torch.dtype:
 
 def whole_values(runtime: Runtime, flat: Flat) -> list[Tensor]:
     """Full parameters of one flat, each in the dtype it had before `shard()`, from the masters (a collective)."""
-    if flat.full is not None and flat.full.dtype == flat.shard_dtype:
+    if flat.full is not None and flat.param_dtype == flat.shard_dtype:
         flat.wait()
-        whole = flat.full.clone()
+        whole = flat.cut(flat.full.whole.clone())
     else:
-        whole = torch.empty(flat.layout.padded_numel, dtype=flat.shard_dtype, device=runtime.arena.device)
+        whole = flat.cut(torch.empty(flat.layout.padded_numel, dtype=flat.shard_dtype, device=runtime.arena.device))
         for handle in flat.gather_into(whole, runtime.comm):
             handle.wait()
-    return [flat.view_of(whole, i).to(dtype) for i, dtype in enumerate(flat.original_dtypes)]
+    return [view.to(dtype) for view, dtype in zip(whole.views, flat.original_dtypes, strict=True)]
 
 
 @contextlib.contextmanager
@@ -287,16 +288,15 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
         if flat.grad is None:
             continue
         some = flat.grad[0]
-        whole = torch.zeros(flat.layout.padded_numel, dtype=some.dtype, device=some.device)
-        for piece, mine in enumerate(flat.grad):
-            a, b = flat.layout.part(piece, flat.group.rank)
-            whole[a:b].copy_(mine)
-            runtime.comm.all_gather(whole[flat.layout.pieces[piece]], flat.group, flat.unit.name).wait()
+        whole = flat.cut(torch.empty(flat.layout.padded_numel, dtype=some.dtype, device=some.device))
+        for piece, parts, mine in zip(whole.pieces, whole.parts, flat.grad, strict=True):
+            parts[flat.group.rank].copy_(mine)
+            runtime.comm.all_gather(piece, flat.group, flat.unit.name, parts).wait()
         if flat.grad_scale != 1.0:
-            whole.div_(flat.grad_scale)
+            whole.whole.div_(flat.grad_scale)
         for index, name in enumerate(flat.names):
             if index in with_gradient[flat]:
-                result[name] = flat.view_of(whole, index).clone()
+                result[name] = whole.views[index].clone()
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     return dict(sorted(result.items(), key=lambda item: order.get(item[0], 0)))
 

@@ -6,6 +6,7 @@ first step the same few buffers serve every unit. What it holds never exceeds th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,34 +16,35 @@ KINDS = ("parameters", "gradients", "master", "first_moment", "second_moment", "
 
 
 class Slot:
-    """A borrowed buffer: `tensor` is [numel] of the asked dtype, `views` a cache for whoever cuts it the same way each time."""
+    """A borrowed buffer: `tensor` is [numel] of the asked dtype, `cut` remembers views of it."""
 
-    __slots__ = ("address", "base", "buffer", "kind", "label", "nbytes", "size", "tensor", "views")
+    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "size", "tensor")
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = self.tensor = buffer
         self.size = buffer.numel()  # bytes
         self.address = buffer.untyped_storage()._cdata  # identifies the storage to saved-tensor hooks
-        self.views: dict[Any, list[Tensor]] = {}
+        self.cuts: dict[Any, Any] = {}
+        self.base = 0
 
     def lend(self, numel: int, dtype: torch.dtype, kind: str, label: str) -> Slot:
-        if not self.views or self.tensor.dtype != dtype or self.tensor.numel() != numel:
-            self.views = {}
-            self.tensor = self.buffer[: numel * dtype.itemsize].view(dtype)
-        self.nbytes, self.kind, self.label = numel * dtype.itemsize, kind, label
-        # Read, not assumed: how many references there are while nobody else looks at the buffer.
-        self.base = self.references()
+        nbytes = numel * dtype.itemsize
+        if not self.base or self.tensor.dtype != dtype or self.tensor.numel() != numel:
+            self.cuts.clear()
+            self.tensor = self.buffer[:nbytes].view(dtype)
+            # Read, not assumed: how many references there are while nobody else looks at the buffer.
+            self.base = self.references()
+        self.nbytes, self.kind, self.label = nbytes, kind, label
         return self
 
-    def cut(self, key: Any, shapes: list[tuple[torch.Size, tuple[int, ...], int]]) -> list[Tensor]:
-        """Views of (shape, stride, offset) each, kept under `key` for the next borrower with the same cut."""
-        views = self.views.get(key)
-        if views is None:
-            self.base -= sum(map(len, self.views.values()))
-            views = [self.tensor.as_strided(size, stride, offset) for size, stride, offset in shapes]
-            self.views = {key: views}
-            self.base += len(views)
-        return views
+    def cut(self, key: Any, make: Callable[[Tensor], Any]) -> Any:
+        """`make(tensor)`, views of it, kept for the next borrower that cuts it the same way."""
+        made = self.cuts.get(key)
+        if made is None:
+            before = self.references()
+            made = self.cuts[key] = make(self.tensor)
+            self.base += self.references() - before
+        return made
 
     def references(self) -> int:
         return torch._C._storage_Use_Count(self.address)

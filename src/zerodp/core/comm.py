@@ -54,7 +54,7 @@ class Handle:
     ) -> None:
         self.comm, self.works, self.group, self.what, self.result = comm, works, group, what, result
         if works:
-            self.lane = comm.lane_names[group.ranks, lane]
+            self.lane = comm.lane_names[group, lane]
             self.sequence = WATCH.launched(self.lane, what)
 
     def wait(self) -> Any:
@@ -94,12 +94,24 @@ class Comm:
 
     # ---- data
 
-    def all_gather(self, out: Tensor, group: Group, unit: str, op: str = "all_gather", count: int = 1) -> Handle:
-        """Fill `out` [size * n] from every rank's own n elements, which already stand at this rank's place in it."""
+    def all_gather(
+        self,
+        out: Tensor,
+        group: Group,
+        unit: str,
+        parts: Sequence[Tensor] | None = None,
+        op: str = "all_gather",
+        count: int = 1,
+    ) -> Handle:
+        """Fill `out` [size * n] from every rank's own n elements, which already stand at this rank's place in it.
+
+        parts: the ranks' parts of `out`, where the caller has them.
+        """
         if group.size == 1:
             return Handle(self, (), group, GATHER, unit)
         n = out.numel() // group.size
-        parts = out.view(group.size, n).unbind()
+        if parts is None:
+            parts = out.view(group.size, n).unbind()
         self.count(op, unit, out.dtype, n * (group.size - 1), count)
         what = f"the gather of unit {unit!r}"
         pg = self._lane(group, GATHER, what)
@@ -121,11 +133,21 @@ class Comm:
         return numel // group.size * (group.size - 1 if self.pairwise else group.size)
 
     def reduce_scatter(
-        self, bucket: Tensor, receive: Tensor, group: Group, unit: str, op: str = "reduce_scatter"
+        self,
+        bucket: Tensor,
+        receive: Tensor,
+        group: Group,
+        unit: str,
+        parts: Sequence[Tensor] | None = None,
+        op: str = "reduce_scatter",
     ) -> Handle:
-        """Send each rank its part of `bucket` [size * n]. The result is a list of [n] whose sum, in that order, is this rank's."""
+        """Send each rank its part of `bucket` [size * n]. The result is a list of [n] whose sum, in that order, is this rank's.
+
+        receive: `receive_numel` elements; parts: the ranks' parts of `bucket`, where the caller has them.
+        """
         n = bucket.numel() // group.size
-        parts = bucket.view(group.size, n).unbind()
+        if parts is None:
+            parts = bucket.view(group.size, n).unbind()
         if group.size == 1:
             return Handle(self, (), group, REDUCE, unit, parts)
         self.count(op, unit, bucket.dtype, n * (group.size - 1), 1)
@@ -250,14 +272,14 @@ def gather_objects(value: Any) -> list[Any]:
     return everyone
 
 
-class LaneNames(dict[tuple[tuple[int, ...], int], str]):
-    """(ranks, lane) -> what the watch calls that queue of one model's launches."""
+class LaneNames(dict[tuple[Group, int], str]):
+    """(group, lane) -> what the watch calls that queue of one model's launches."""
 
     def __init__(self, number: str) -> None:
         self.number = number
 
-    def __missing__(self, key: tuple[tuple[int, ...], int]) -> str:
-        self[key] = name = f"{self.number}:{key[1]}:{'-'.join(map(str, key[0]))}"
+    def __missing__(self, key: tuple[Group, int]) -> str:
+        self[key] = name = f"{self.number}:{key[1]}:{'-'.join(map(str, key[0].ranks))}"
         return name
 
 

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from .watch import WATCH
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """Some ranks, in order, and this process's place among them. `lanes` are independent queues of collectives."""
 

@@ -12,7 +12,7 @@ from .control import Kind
 
 if TYPE_CHECKING:
     from .optimizer import SegmentParameter, ShardedOptimizer
-    from .unit import Flat
+    from .unit import Cut, Flat
 
 PLAIN = (bool, int, float, str, type(None))
 SCALARS = (
@@ -83,7 +83,7 @@ def full_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
             whole = _gather(optimizer, flat, key, getattr(torch, dtype))
             for index, name in enumerate(flat.names):
                 if keys.get(name, {}).get(key, [None])[0] == "elementwise":
-                    state[name][key] = flat.view_of(whole, index).clone()
+                    state[name][key] = whole.views[index].clone()
     groups = []
     for group, members in zip(optimizer.param_groups, engine.members, strict=True):
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -112,18 +112,18 @@ def _plain(described: list[Any]) -> Any:
     return torch.tensor(described[2], dtype=getattr(torch, described[1])).reshape(described[3])
 
 
-def _gather(optimizer: ShardedOptimizer, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+def _gather(optimizer: ShardedOptimizer, flat: Flat, key: str, dtype: torch.dtype) -> Cut:
     """The flat's elementwise state `key`, whole, on every rank."""
     engine = optimizer._zerodp
-    whole = torch.zeros(flat.layout.padded_numel, dtype=dtype, device=engine.runtime.arena.device)
+    whole = flat.cut(torch.zeros(flat.layout.padded_numel, dtype=dtype, device=engine.runtime.arena.device))
     for index in range(len(flat.parameters)):
         for segment in engine.segments.get((flat, index), ()):
             value = optimizer.state.get(segment, {}).get(key)
             if is_elementwise(value, segment):
-                start = flat.layout.part(segment.segment.piece, flat.group.rank)[0] + segment.segment.offset
-                whole[start : start + segment.numel()].copy_(value)
-    for piece in flat.layout.pieces:
-        engine.runtime.comm.all_gather(whole[piece], flat.group, flat.unit.name).wait()
+                start = segment.segment.offset
+                whole.parts[segment.segment.piece][flat.group.rank][start : start + segment.numel()].copy_(value)
+    for piece, parts in zip(whole.pieces, whole.parts, strict=True):
+        engine.runtime.comm.all_gather(piece, flat.group, flat.unit.name, parts).wait()
     return whole
 
 

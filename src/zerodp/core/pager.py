@@ -106,7 +106,7 @@ class Pager:
         for flat in unit.flats:
             if flat.pages:
                 slot = self.runtime.arena.take(flat.layout.padded_numel, flat.param_dtype, "unsharded", unit.name)
-                for handle in flat.launch(self.runtime.arena, self.runtime.comm, slot.tensor):
+                for handle in flat.gather_into(slot.cut(flat.key, flat.cut), self.runtime.comm):
                     handle.wait()
                 self.runtime.arena.give(slot)
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from ..errors import ConfigError
 from .arena import Arena, Slot
 from .comm import Comm, Handle
+from .mesh import Group
 from .parameter import grad_of, set_grad
-from .unit import Flat, Unit
+from .unit import Cut, Flat, Unit
 
 IN_FLIGHT = 1  # reductions of units that may wait while the next one is launched
 
@@ -28,7 +29,7 @@ class Reducer:
     def __init__(self, arena: Arena, comm: Comm, mean: bool, reduce_dtype: torch.dtype | None) -> None:
         self.arena, self.comm, self.mean, self.reduce_dtype = arena, comm, mean, reduce_dtype
         self.loss_scale = 1.0  # of the backward under way
-        self._early: dict[Flat, float] = {}
+        self._early: dict[Flat, Tensor | None] = {}  # scalars as tensors: torch converts a float at every use
         self.under_way: deque[tuple[Flat, Iterator[None]]] = deque()
 
     # ---- arrival
@@ -50,15 +51,17 @@ class Reducer:
             )
         if flat.bucket is None:
             self._open(flat)
+        view = flat.bucket.views[index]  # type: ignore[union-attr]
         scale = self._early_scale(flat)
         if index in flat.filled:
-            if flat.bucket_views[index].dtype.itemsize < 4:
+            if view.dtype.itemsize < 4:
                 flat.promote_bucket(self.arena)
-            flat.bucket_views[index].add_(grad, alpha=scale)
-        elif scale == 1.0:
-            flat.bucket_views[index].copy_(grad)
+                view = flat.bucket.views[index]  # type: ignore[union-attr]
+            view.add_(grad if scale is None else grad * scale)
+        elif scale is None:
+            view.copy_(grad)
         else:
-            torch.mul(grad, scale, out=flat.bucket_views[index])
+            torch.mul(grad, scale, out=view)
         flat.filled.add(index)
         flat.has_grad.add(index)
         set_grad(parameter, None)
@@ -69,13 +72,12 @@ class Reducer:
             self.drain()
         flat.open_bucket(self.arena)
 
-    def _early_scale(self, flat: Flat) -> float:
+    def _early_scale(self, flat: Flat) -> Tensor | None:
         """The mean's 1/N costs nothing while copying; 16-bit gradients would lose small values, so theirs comes after the sum."""
-        scale = self._early.get(flat)
-        if scale is None:
-            early = self.mean and flat.param_dtype.itemsize >= 4
-            scale = self._early[flat] = 1.0 / self._contributors(flat) if early else 1.0
-        return scale
+        if flat not in self._early:
+            early = self.mean and flat.param_dtype.itemsize >= 4 and self._contributors(flat) > 1
+            self._early[flat] = torch.tensor(1.0 / self._contributors(flat), dtype=torch.float64) if early else None
+        return self._early[flat]
 
     def _late_scale(self, flat: Flat) -> float:
         scale = 1.0 / self._contributors(flat) if self.mean and flat.param_dtype.itemsize < 4 else 1.0
@@ -109,15 +111,17 @@ class Reducer:
         scale = self._late_scale(flat)
         if flat.keeps_scale:
             flat.grad_scale = self.loss_scale
-        bucket, bucket_slot = self._complete_bucket(flat)
+        bucket, slot = self._complete_bucket(flat)
         group, replicas, name = flat.group, flat.replicas, flat.unit.name
-        pieces = [bucket[piece] for piece in flat.layout.pieces]
-        borrowed: list[Slot] = [bucket_slot] if bucket_slot is not None else []
-        first = [self._send(piece, group, name, "reduce_scatter", borrowed) for piece in pieces]
+        borrowed: list[Slot] = [slot] if slot is not None else []
+        first = [
+            self._send(piece, group, name, "reduce_scatter", borrowed, parts)
+            for piece, parts in zip(bucket.pieces, bucket.parts, strict=True)
+        ]
         yield
         sums = [handle.wait() for handle in first]
         if replicas.size > 1:
-            own = [bucket[slice(*flat.layout.part(i, group.rank))] for i in range(len(pieces))]
+            own = [parts[group.rank] for parts in bucket.parts]
             if group.size > 1:
                 own = [self._sum(parts, part, borrowed) for parts, part in zip(sums, own, strict=True)]
             second = [self._send(part, replicas, name, "all_reduce", borrowed) for part in own]
@@ -128,53 +132,53 @@ class Reducer:
         assert target is not None
         gathers = []
         for parts, whole in zip(sums, target, strict=True):
-            n = whole.numel() // replicas.size
-            mine = whole[replicas.rank * n : (replicas.rank + 1) * n]
+            mine = whole if replicas.size == 1 else whole.view(replicas.size, -1)[replicas.rank]
             if fresh:
                 self._sum(parts, mine, borrowed, scale)
             else:
                 mine.add_(self._sum(parts, None, borrowed, scale))
-            gathers.append(self.comm.all_gather(whole, replicas, name, "all_reduce", 0))
+            if replicas.size > 1:
+                gathers.append(self.comm.all_gather(whole, replicas, name, op="all_reduce", count=0))
         flat.grad = target
         for handle in gathers:
             handle.wait()
         for slot in borrowed:
             self.arena.give(slot)
 
-    def _complete_bucket(self, flat: Flat) -> tuple[Tensor, Slot | None]:
+    def _complete_bucket(self, flat: Flat) -> tuple[Cut, Slot | None]:
         """Take the bucket out of the flat, with zeros for what did not come, in the dtype of the wire."""
         if flat.bucket is None:
             self._open(flat)
-        bucket, slot = flat.bucket, flat.bucket_slot
+        bucket, slot = flat.take_bucket()
         assert bucket is not None
         if not flat.filled:
-            bucket.zero_()
+            bucket.whole.zero_()
         elif len(flat.filled) < len(flat.parameters):
-            for index, view in enumerate(flat.bucket_views):
+            for index, view in enumerate(bucket.views):
                 if index not in flat.filled:
                     view.zero_()
-        flat.bucket, flat.bucket_slot, flat.bucket_views = None, None, []
         flat.filled.clear()
-        if self.reduce_dtype is not None and self.reduce_dtype != bucket.dtype and self._contributors(flat) > 1:
-            wire = self.arena.take(bucket.numel(), self.reduce_dtype, "buckets", flat.unit.name)
-            wire.tensor.copy_(bucket)
+        wire_dtype = self.reduce_dtype or bucket.whole.dtype
+        if wire_dtype != bucket.whole.dtype and self._contributors(flat) > 1:
+            wire = self.arena.take(bucket.whole.numel(), wire_dtype, "buckets", flat.unit.name)
+            wire.tensor.copy_(bucket.whole)
             if slot is not None:
                 self.arena.give(slot)
-            bucket, slot = wire.tensor, wire
+            bucket, slot = wire.cut(flat.key, flat.cut), wire
         return bucket, slot
 
-    def _send(self, piece: Tensor, group: Any, name: str, op: str, borrowed: list[Slot]) -> Handle:
+    def _send(self, piece: Tensor, group: Group, name: str, op: str, borrowed: list[Slot], parts: Any = None) -> Handle:
         receive = self.comm.receive_numel(piece.numel(), group)
         if not receive:
-            return self.comm.reduce_scatter(piece, piece, group, name, op)
+            return self.comm.reduce_scatter(piece, piece, group, name, parts, op)
         slot = self.arena.take(receive, piece.dtype, "buckets", name)
         borrowed.append(slot)
-        return self.comm.reduce_scatter(piece, slot.tensor, group, name, op)
+        return self.comm.reduce_scatter(piece, slot.tensor, group, name, parts, op)
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor | None, borrowed: list[Slot], scale: float = 1.0) -> Tensor:
         """parts[0] + parts[1] + ... in that order, in at least fp32, times `scale`, into `out` (or into space of ours)."""
-        dtype = torch.promote_types(parts[0].dtype, torch.float32)
         total = parts[0]
+        dtype = torch.float32 if total.dtype.itemsize < 4 else total.dtype
         if total.dtype != dtype:
             slot = self.arena.take(total.numel(), dtype, "buckets")
             borrowed.append(slot)
@@ -197,7 +201,7 @@ class Reducer:
         self.drain()
         flat.has_grad.discard(index)
         if flat.bucket is not None and index in flat.filled:
-            flat.bucket_views[index].zero_()
+            flat.bucket.views[index].zero_()
         for view in parts_of(flat, flat.grad, index):
             view.zero_()
 
@@ -210,8 +214,10 @@ class Reducer:
                     piece.zero_()
             else:
                 flat.clear_grad(self.arena)
-            if flat.bucket is not None:
-                flat.drop_bucket(self.arena)
+            _, slot = flat.take_bucket()
+            if slot is not None:
+                self.arena.give(slot)
+            flat.filled.clear()
             flat.grad_scale = 1.0
 
 

@@ -6,7 +6,7 @@ concern one rank: launch the gather, show, hide, free. When a page comes or goes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,18 @@ from .stages import Residency
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+
+
+class Cut(NamedTuple):
+    """A flat buffer [padded_numel] and its views."""
+
+    whole: Tensor
+    views: list[Tensor]  # per parameter, in its shape
+    pieces: list[Tensor]
+    parts: list[tuple[Tensor, ...]]  # per piece, each rank's
+
+
+_keys: dict[Any, int] = {}  # flats that are cut alike share views; comparing numbers is cheaper than comparing layouts
 
 
 class Flat:
@@ -51,22 +63,21 @@ class Flat:
         self.shapes = [
             (p.shape, _strides(p), offset) for p, offset in zip(self.parameters, self.layout.offsets, strict=True)
         ]
-        self.key = (self.layout, tuple(self.shapes))  # flats that are cut alike share views
+        self.key = _keys.setdefault((self.layout, tuple(self.shapes)), len(_keys))
         # With one rank to a shard and nothing to cast, the master is already the whole page.
         self.pages = residency.shards_parameters and not (self.group.size == 1 and self.param_dtype == self.shard_dtype)
         self.segments: list[Segment] = self.layout.segments(self.group.rank)
         self.unit: Unit
-        self.full: Tensor | None = None  # [padded_numel] where parameters stay whole
+        self.full: Cut | None = None  # where parameters stay whole
         self.shard: list[Tensor] = []  # this rank's part of each piece, in shard_dtype
-        self.slot: Slot | None = None
+        self.slot: Slot | None = None  # where the page is, while it is here
         self.handles: list[Handle] = []
         self.stale = False  # the shards were stepped since the last gather
         self.optimized = False  # an optimizer steps these shards
         # gradients
-        self.persistent: Tensor | None = None  # [padded_numel] where gradients stay whole
-        self.bucket: Tensor | None = None
+        self.persistent: Cut | None = None  # where gradients stay whole
+        self.bucket: Cut | None = None
         self.bucket_slot: Slot | None = None
-        self.bucket_views: list[Tensor] = []
         self.filled: set[int] = set()
         self.grad: list[Tensor] | None = None  # reduced, this rank's part of each piece
         self.has_grad: set[int] = set()  # parameters with a gradient on this rank since zero_grad
@@ -85,21 +96,21 @@ class Flat:
         for parameter, (size, stride, offset) in zip(self.parameters, self.shapes, strict=True):
             whole.as_strided(size, stride, offset).copy_(parameter.detach())
         comm.broadcast(whole, self.unit.name)
-        parts = [self.layout.part(piece, self.group.rank) for piece in range(len(self.layout.piece_numels))]
         stays = not self.pages
         if stays and dtype == self.param_dtype:
-            self.full = whole
-            self.shard = [whole[a:b] for a, b in parts]
+            self.full = self.cut(whole)
+            self.shard = [parts[self.group.rank] for parts in self.full.parts]
             arena.add("parameters", whole.nbytes)
         else:
             kind = "parameters" if dtype == self.param_dtype else "master"
             shard = arena.allocate(self.layout.shard_numel, dtype, kind)
-            self.shard = list(shard.split(list(self.layout.piece_numels)))
-            for piece, (a, b) in zip(self.shard, parts, strict=True):
-                piece.copy_(whole[a:b])
+            self.shard = self._divided(shard)
+            for mine, parts in zip(self.shard, self.cut(whole).parts, strict=True):
+                mine.copy_(parts[self.group.rank])
             if stays:
-                self.full = arena.allocate(self.layout.padded_numel, self.param_dtype, "parameters")
-                self.full.copy_(whole)
+                self.full = self.cut(
+                    arena.allocate(self.layout.padded_numel, self.param_dtype, "parameters").copy_(whole)
+                )
         if not self.residency.shards_gradients and self.trains:
             self.keep_gradients(arena)
         hole = placeholder(self.param_dtype, arena.device)
@@ -107,45 +118,47 @@ class Flat:
         self.twins = [twin(cls) for cls in self.classes]
         for index, parameter in enumerate(self.parameters):
             parameter._zerodp = Where(self, index)  # type: ignore[attr-defined]
-            parameter.data = self.holes[index] if self.full is None else self.view_of(self.full, index)
+            parameter.data = self.holes[index] if self.full is None else self.full.views[index]
         self.conceal()
 
     def keep_gradients(self, arena: Arena) -> None:
         if self.persistent is None:
-            self.persistent = arena.allocate(self.layout.padded_numel, self.param_dtype, "gradients")
+            self.persistent = self.cut(arena.allocate(self.layout.padded_numel, self.param_dtype, "gradients"))
 
     @property
     def trains(self) -> bool:
         return any(p.requires_grad for p in self.parameters)
 
-    def view_of(self, tensor: Tensor, index: int) -> Tensor:
-        size, stride, offset = self.shapes[index]
-        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+    def cut(self, whole: Tensor) -> Cut:
+        views = [whole.as_strided(size, stride, offset) for size, stride, offset in self.shapes]
+        pieces = [whole[piece] for piece in self.layout.pieces]
+        return Cut(whole, views, pieces, [piece.view(self.group.size, -1).unbind() for piece in pieces])
 
     # ---- the page
 
-    def launch(self, arena: Arena, comm: Comm, space: Tensor | None = None) -> list[Handle]:
-        """Start bringing the whole page into gathered memory (or into `space`)."""
-        out = space
-        if out is None:
-            out = self.full
-            if out is None:
-                self.slot = arena.take(self.layout.padded_numel, self.param_dtype, "unsharded", self.unit.name)
-                out = self.slot.tensor
-        handles = self.gather_into(out, comm)
-        if space is None:
-            self.handles = handles
-            self.stale = False
-        return handles
+    @property
+    def page(self) -> Cut | None:
+        """The gathered parameters, if they are here."""
+        return self.full if self.slot is None else self.slot.cut(self.key, self.cut)
 
-    def gather_into(self, out: Tensor, comm: Comm) -> list[Handle]:
+    def launch(self, arena: Arena, comm: Comm) -> None:
+        """Start bringing the whole page here."""
+        if self.full is None:
+            self.slot = arena.take(self.layout.padded_numel, self.param_dtype, "unsharded", self.unit.name)
+        page = self.page
+        assert page is not None
+        self.handles = self.gather_into(page, comm)
+        self.stale = False
+
+    def gather_into(self, out: Cut, comm: Comm) -> list[Handle]:
+        """Start gathering all ranks' shards into `out`, cast to its dtype."""
         handles = []
-        for piece, mine in enumerate(self.shard):
-            a, b = self.layout.part(piece, self.group.rank)
-            if self.full is None or out is not self.full or self.param_dtype != self.shard_dtype:
-                out[a:b].copy_(mine)
+        for piece, parts, mine in zip(out.pieces, out.parts, self.shard, strict=True):
+            own = parts[self.group.rank]
+            if own.data_ptr() != mine.data_ptr():
+                own.copy_(mine)
             if self.group.size > 1:
-                handles.append(comm.all_gather(out[self.layout.pieces[piece]], self.group, self.unit.name))
+                handles.append(comm.all_gather(piece, self.group, self.unit.name, parts))
         return handles
 
     def wait(self) -> None:
@@ -156,7 +169,7 @@ class Flat:
     def reveal(self) -> None:
         """Parameters are themselves again, with their values."""
         if self.slot is not None:
-            views = self.slot.cut(self.key, self.shapes)
+            views = self.page.views  # type: ignore[union-attr]
             for parameter, cls, view in zip(self.parameters, self.classes, views, strict=True):
                 parameter.__class__ = cls
                 parameter.data = view
@@ -190,8 +203,8 @@ class Flat:
 
     def restore(self, visible: bool) -> None:
         """Back to what is here, seen or not."""
-        whole = self.full if self.full is not None else self.slot.tensor if self.slot is not None else None
-        self.replace(self.holes if whole is None else [self.view_of(whole, i) for i in range(len(self.parameters))])
+        page = self.page
+        self.replace(self.holes if page is None else page.views)
         if not visible:
             self.conceal()
 
@@ -199,64 +212,53 @@ class Flat:
 
     def open_bucket(self, arena: Arena) -> None:
         """Staging space for this rank's gradients, in the dtype they have."""
-        if self.persistent is not None:
-            if (
-                self.grad is not None
-                and self.grad[0].untyped_storage()._cdata == self.persistent.untyped_storage()._cdata
-            ):
-                # The reduced gradient of an earlier backward rests in this rank's own part: it needs a place of its own now.
-                moved = arena.allocate(self.layout.shard_numel, _accumulating(self.grad_dtype), "gradients").split(
-                    list(self.layout.piece_numels)
-                )
-                for new, old in zip(moved, self.grad, strict=True):
-                    new.copy_(old)
-                self.grad = list(moved)
-            self.bucket = self.persistent
-        else:
+        if self.persistent is None:
             self.bucket_slot = arena.take(self.layout.padded_numel, self.param_dtype, "buckets", self.unit.name)
-            self.bucket = self.bucket_slot.tensor
-        self._cut_bucket()
-
-    def _cut_bucket(self) -> None:
-        assert self.bucket is not None
-        if self.bucket_slot is not None:
-            self.bucket_views = self.bucket_slot.cut(self.key, self.shapes)
-        else:
-            self.bucket_views = [self.view_of(self.bucket, i) for i in range(len(self.parameters))]
+            self.bucket = self.bucket_slot.cut(self.key, self.cut)
+            return
+        if self.grad is not None and self._rests_in_bucket(self.grad):
+            # The reduced gradient of an earlier backward is in this rank's own part: it needs a place of its own now.
+            moved = self._divided(arena.allocate(self.layout.shard_numel, _accumulating(self.grad_dtype), "gradients"))
+            for new, old in zip(moved, self.grad, strict=True):
+                new.copy_(old)
+            self.grad = moved
+        self.bucket = self.persistent
 
     def promote_bucket(self, arena: Arena) -> None:
         """Further gradients come on top: go on in fp32, so that small ones are not rounded away."""
         assert self.bucket is not None
         wide = arena.take(self.layout.padded_numel, torch.float32, "buckets", self.unit.name)
-        wide.tensor.copy_(self.bucket)
-        self.bucket_views = []
-        self.drop_bucket(arena, keep_filled=True)
-        self.bucket_slot, self.bucket = wide, wide.tensor
-        self._cut_bucket()
+        wide.tensor.copy_(self.bucket.whole)
+        _, narrow = self.take_bucket()
+        if narrow is not None:
+            arena.give(narrow)
+        self.bucket_slot, self.bucket = wide, wide.cut(self.key, self.cut)
 
-    def drop_bucket(self, arena: Arena, keep_filled: bool = False) -> None:
-        self.bucket, self.bucket_views = None, []
-        if not keep_filled:
-            self.filled.clear()
-        slot, self.bucket_slot = self.bucket_slot, None
-        if slot is not None:
-            arena.give(slot)
+    def take_bucket(self) -> tuple[Cut | None, Slot | None]:
+        """The bucket and its slot, which are the caller's from here on."""
+        taken = self.bucket, self.bucket_slot
+        self.bucket = self.bucket_slot = None
+        return taken
 
     def grad_storage(self, arena: Arena) -> list[Tensor]:
         """Where the first reduced gradient after zero_grad goes."""
         if self.persistent is not None:
-            return [
-                self.persistent[slice(*self.layout.part(i, self.group.rank))]
-                for i in range(len(self.layout.piece_numels))
-            ]
-        return list(
-            arena.allocate(self.layout.shard_numel, self.grad_dtype, "gradients").split(list(self.layout.piece_numels))
+            return [parts[self.group.rank] for parts in self.persistent.parts]
+        return self._divided(arena.allocate(self.layout.shard_numel, self.grad_dtype, "gradients"))
+
+    def _divided(self, shard: Tensor) -> list[Tensor]:
+        """A shard's parts of each piece."""
+        numels = self.layout.piece_numels
+        return [shard] if len(numels) == 1 else list(shard.split(list(numels)))
+
+    def _rests_in_bucket(self, grad: list[Tensor]) -> bool:
+        return (
+            self.persistent is not None and grad[0].data_ptr() == self.persistent.parts[0][self.group.rank].data_ptr()
         )
 
     def clear_grad(self, arena: Arena) -> None:
         if self.grad is not None:
-            persistent = None if self.persistent is None else self.persistent.untyped_storage()._cdata
-            if self.grad[0].untyped_storage()._cdata != persistent:
+            if not self._rests_in_bucket(self.grad):
                 arena.release(sum(g.nbytes for g in self.grad), "gradients")
             self.grad = None
         self.has_grad.clear()

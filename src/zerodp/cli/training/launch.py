@@ -95,7 +95,7 @@ class Launcher:
             what = f"was killed by {signal.Signals(-status).name}"
         else:
             lines = log.read_text(errors="replace").strip().splitlines()
-            what = f"failed: {lines[-1]}" if lines else f"ended with status {status}"
+            what = f"failed: {lines[-1].removeprefix(f'[rank{rank}]: ')}" if lines else f"ended with status {status}"
         others = "; the other ranks were stopped" if len(statuses) > 1 else ""
         return f"rank {rank} {what}{others}. Log: {log}"
 

@@ -12,7 +12,7 @@ from .settings import Settings
 from .trainer import Record
 
 PLAIN_EVERY = 10  # steps between plain lines
-PANEL_WIDTH = 110
+PANEL_WIDTH, PANEL_COLUMNS = 80, 4
 
 
 def decimal(value: float, unit: str = "B") -> str:
@@ -96,11 +96,10 @@ class Panel:
         from rich.table import Table
 
         self.progress.update(record)
-        facts = self.progress.facts(record)
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in facts:
-            table.add_column(name, no_wrap=True)
-        table.add_row(*facts.values())
+        facts = [f"[dim]{name}[/dim]\n{value}" for name, value in self.progress.facts(record).items()]
+        table = Table.grid(padding=(0, 3, 0, 0))
+        for start in range(0, len(facts), PANEL_COLUMNS):
+            table.add_row(*facts[start : start + PANEL_COLUMNS])
         bar = ProgressBar(total=self.progress.settings.steps, completed=record.step)
         self.live.update(Box(Group(table, bar), title=self.title, title_align="left", width=PANEL_WIDTH))
 

@@ -140,7 +140,5 @@ class _Run:
     def _title(self) -> str:
         model, settings = self.trainer.model, self.settings
         numel = sum(p.numel() for p in model.parameters())
-        return (
-            f"GPT of {numel:,} parameters (depth {len(model.blocks)}, width {model.norm.weight.numel()}), {settings.ranks} ranks on "
-            f"{self.trainer.device.type}, stage {settings.stage}, {settings.precision}, {self.folder}"
-        )
+        ranks = f"{settings.ranks} rank{'s' if settings.ranks > 1 else ''} on {self.trainer.device.type}"
+        return f"GPT of {numel:,} parameters, {ranks}, stage {settings.stage}, {settings.precision}"
