@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+import functools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,15 @@ from .optimizer import zero_grad as drop_gradients
 from .runtime import Runtime
 from .unit import Flat
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
+@functools.cache
+def hide_from_compiler() -> None:
+    """torch.compile breaks its graph at the engine instead of tracing it.
 
-def untraced(function: Function) -> Function:
-    """torch.compile must not look into the engine: it breaks the graph there."""
-    return torch._dynamo.disable(function)  # type: ignore[no-any-return]
+    The package is put on dynamo's list of files to skip. `torch.compiler.disable` on each hook would do the same, but its
+    wrapper costs as much as the hook.
+    """
+    torch._dynamo.trace_rules.add(__name__.partition(".")[0])
 
 
 class ShardedModule(nn.Module):
@@ -89,6 +93,7 @@ def install(model: nn.Module, runtime: Runtime, precision: Precision | None) -> 
 
     The result are handles that undo it. Modules inside a unit stay free of hooks, so that torch.compile sees whole blocks.
     """
+    hide_from_compiler()
     handles: list[Any] = []
     guard = Guard(model, runtime)
     hooks = Hooks(runtime, guard, precision)
@@ -142,7 +147,6 @@ class Hooks:
         self.runtime, self.guard, self.precision = runtime, guard, precision
         self.autocast_cache: bool | None = None
 
-    @untraced
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.runtime.passes:
             self.guard.check()
@@ -156,7 +160,6 @@ class Hooks:
             return cast(args, self.precision.param_dtype), cast(kwargs, self.precision.param_dtype)
         return None
 
-    @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.runtime.leave(module):
             return None
@@ -174,7 +177,6 @@ class Hooks:
     def look_ahead(self, layer: nn.Module) -> Any:
         parameters = list(layer.parameters())
 
-        @untraced
         def demand(module: nn.Module, args: Any) -> None:
             for parameter in parameters:
                 self.runtime.demand(parameter._zerodp.flat.unit)  # type: ignore[attr-defined]

@@ -93,7 +93,9 @@ class Runtime:
         return self.passes[-1].phase if self.passes else "idle"
 
     def event(self, kind: str, unit: Unit | None) -> None:
-        self.trace.append(Event(kind, unit.name if unit is not None else "", self.phase))
+        self.trace.append(
+            Event(kind, unit.name if unit is not None else "", self.passes[-1].phase if self.passes else "idle")
+        )
 
     def last_event(self) -> str:
         if not self.trace:
