@@ -248,6 +248,8 @@ class Comm:
     def mismatch(self, text: str) -> RankMismatchError:
         """Ranks disagree: nothing may be launched any more, here or elsewhere."""
         self.broken = text
+        if self.watched:
+            WATCH.tell(self.number, text)
         drop_groups()
         return RankMismatchError(text)
 

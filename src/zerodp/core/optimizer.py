@@ -18,7 +18,7 @@ from . import norms, optimizer_state
 from .control import Control, Kind
 from .layout import Segment
 from .parameter import grad_of, set_grad
-from .precision import LossScaler
+from .precision import LOW, LossScaler
 from .runtime import Runtime
 from .unit import Flat
 
@@ -75,6 +75,13 @@ class Engine:
             self.segments[(flat, index)] = made
             flat.optimized = True
         return self.segments[(flat, index)]
+
+    def give_master(self, flat: Flat) -> None:
+        """An fp32 master for 16-bit shards that begin to train."""
+        flat.widen_shard(self.runtime.arena, torch.float32)
+        for index in range(len(flat.parameters)):
+            for one in self.segments.get((flat, index), ()):
+                one.data = flat.shard[one.segment.piece][one.segment.offset : one.segment.offset + one.segment.numel]
 
     def __iter__(self) -> Iterator[SegmentParameter]:
         return (segment for segments in self.segments.values() for segment in segments)
@@ -204,6 +211,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with_gradient = engine.runtime.control.with_gradient(rows)
         casts = []
         for flat in engine.runtime.flats():
+            if with_gradient[flat] and flat.shard_dtype in LOW and flat.optimized:
+                engine.give_master(flat)  # it was frozen until now
             for index in range(len(flat.parameters)):
                 for segment in engine.segments.get((flat, index), ()):
                     segment.grad = None
@@ -213,7 +222,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                             segment.grad = part
                         else:
                             casts.append((flat, segment, part))
-            flat.stale = flat.optimized
+            flat.stale = bool(with_gradient[flat]) and flat.optimized
         if casts:
             self._step_in_windows(casts)
         else:

@@ -121,6 +121,15 @@ class Flat:
             parameter.data = self.holes[index] if self.full is None else self.full.views[index]
         self.conceal()
 
+    def widen_shard(self, arena: Arena, dtype: torch.dtype) -> None:
+        """From here on this rank's part rests in `dtype`."""
+        if self.full is None:
+            arena.release(sum(piece.nbytes for piece in self.shard), "parameters")
+        wide = self._divided(arena.allocate(self.layout.shard_numel, dtype, "master"))
+        for new, old in zip(wide, self.shard, strict=True):
+            new.copy_(old)
+        self.shard, self.shard_dtype = wide, dtype
+
     def keep_gradients(self, arena: Arena) -> None:
         if self.persistent is None:
             self.persistent = self.cut(arena.allocate(self.layout.padded_numel, self.param_dtype, "gradients"))

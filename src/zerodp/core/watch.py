@@ -7,6 +7,7 @@ error. The ranks tell each other through the process group's store, and only whi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -65,6 +66,13 @@ class Watch:
             pass  # the store lives in rank 0's process, which may be the one that is gone
         return None
 
+    def tell(self, model: str, verdict: str) -> None:
+        """Let the other ranks know, also those that wait for this one. The first verdict stands."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = _store()
+            if not store.check([f"verdict/{model}"]):
+                store.set(f"verdict/{model}", verdict)
+
     # ---- the thread
 
     def _run(self) -> None:
@@ -83,6 +91,8 @@ class Watch:
                     if not published:
                         _publish(self._state(handle))
                         published = True
+                    if _store().check([f"verdict/{handle.comm.number}"]):
+                        handle.comm.sever()  # a rank that this one waits for has met an error and gone on
                     found = stuck(_states(handle), dist.get_rank())
                     if found and found == suspicion and self.current is handle:
                         self._raise_alarm(handle, found)
@@ -108,10 +118,8 @@ class Watch:
         }
 
     def _raise_alarm(self, handle: Handle, found: str) -> None:
-        store = _store()
         for model in {state["model"] for state in _states(handle).values() if state}:
-            if not store.check([f"verdict/{model}"]):
-                store.set(f"verdict/{model}", found)
+            self.tell(model, found)
         handle.comm.sever()
 
 
