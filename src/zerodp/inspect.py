@@ -47,7 +47,7 @@ class Stats:
 
     @property
     def trace(self) -> list[Event]:
-        return list(self._runtime.trace)
+        return [Event(*event) for event in self._runtime.trace]
 
     @property
     def wire_elements(self) -> int:

@@ -72,7 +72,7 @@ class Runtime:
         self.forwards: list[
             tuple[tuple[Any, ...], list[int]]
         ] = []  # since the last backward: key, units in order of use
-        self.trace: deque[Event] = deque(maxlen=TRACE_LENGTH)
+        self.trace: deque[tuple[str, str, str]] = deque(maxlen=TRACE_LENGTH)  # what `Event` holds
         self.open = 0  # full_params contexts that hold every unit
         self.lent: list[int] | None = None  # versions of the shards when they were handed out for writing
         self.synchronizes = True  # False inside no_sync
@@ -94,14 +94,14 @@ class Runtime:
 
     def event(self, kind: str, unit: Unit | None) -> None:
         self.trace.append(
-            Event(kind, unit.name if unit is not None else "", self.passes[-1].phase if self.passes else "idle")
+            (kind, unit.name if unit is not None else "", self.passes[-1].phase if self.passes else "idle")
         )
 
     def last_event(self) -> str:
         if not self.trace:
             return "nothing yet"
-        last = self.trace[-1]
-        return f"{last.kind} of {last.unit!r} in {last.phase}" if last.unit else last.kind
+        kind, unit, phase = self.trace[-1]
+        return f"{kind} of {unit!r} in {phase}" if unit else kind
 
     def used(self, unit: Unit) -> None:
         if self.passes:
@@ -174,7 +174,7 @@ class Runtime:
             return
         self.control.look()
         synchronizes = self.synchronizes
-        trains = tuple(unit.index for unit in self.units if unit.trains)
+        trains = tuple(unit.index for unit in self.units if unit.look())
         entered = tuple(dict.fromkeys(key for key, _ in self.forwards))
         key = ("backward", entered, len(self.forwards) > 1, synchronizes, trains)
         order = self.orders.get(key)

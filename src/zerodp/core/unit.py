@@ -75,6 +75,7 @@ class Flat:
         self.stale = False  # the shards were stepped since the last gather
         self.optimized = False  # an optimizer steps these shards
         # gradients
+        self.look()
         self.persistent: Cut | None = None  # where gradients stay whole
         self.bucket: Cut | None = None
         self.bucket_slot: Slot | None = None
@@ -134,9 +135,10 @@ class Flat:
         if self.persistent is None:
             self.persistent = self.cut(arena.allocate(self.layout.padded_numel, self.param_dtype, "gradients"))
 
-    @property
-    def trains(self) -> bool:
-        return any(p.requires_grad for p in self.parameters)
+    def look(self) -> bool:
+        """Whether any parameter wants a gradient; asked once per backward, as users freeze and unfreeze."""
+        self.trains = any(p.requires_grad for p in self.parameters)
+        return self.trains
 
     def cut(self, whole: Tensor) -> Cut:
         views = [whole.as_strided(size, stride, offset) for size, stride, offset in self.shapes]
@@ -197,8 +199,10 @@ class Flat:
             if self.handles and self.handles[0].comm.broken is None:
                 self.wait()
             self.handles = []
+            visible = self.unit.visible
             for parameter, cls, hole, hidden in zip(self.parameters, self.classes, self.holes, self.twins, strict=True):
-                parameter.__class__ = cls
+                if not visible:
+                    parameter.__class__ = cls
                 parameter.data = hole
                 parameter.__class__ = hidden
             slot, self.slot = self.slot, None
@@ -288,11 +292,12 @@ class Unit:
         self.kept = False  # the cache keeps it between uses
         self.opened = 0  # full_params contexts that keep it, on all ranks alike
         self.holders = 0  # frames and contexts that need it
+        self.look()
         self.arrivals = self.expected = 0  # gradients that came in this backward, and how many will
 
-    @property
-    def trains(self) -> bool:
-        return any(flat.trains for flat in self.flats)
+    def look(self) -> bool:
+        self.trains = sum(flat.look() for flat in self.flats) > 0  # each looks
+        return self.trains
 
     def launch(self) -> None:
         """Start gathering what is not here."""
@@ -331,7 +336,6 @@ class Unit:
         """Give the page back, if it is one."""
         if not (self.pages and self.present):
             return self.hide()
-        self.visible = self.present = False
         runtime = self.runtime
         runtime.pages = [page for page in runtime.pages if page[2].unit is not self]
         for flat in self.flats:
@@ -339,6 +343,7 @@ class Unit:
                 flat.free(runtime.arena)
             else:
                 flat.conceal()
+        self.visible = self.present = False
         runtime.event("free", self)
 
 
