@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ class Module:
     name: str
     path: Path
 
-    @cached_property
+    @functools.cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.path.read_text())
 
@@ -74,6 +74,7 @@ def _for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
+@functools.cache
 def modules(inside: str = "") -> list[Module]:
     """All modules of the library, or of one of its folders."""
     found = []
