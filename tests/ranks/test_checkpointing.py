@@ -55,14 +55,16 @@ class Repeated(nn.Module):
 @kinds
 @pytest.mark.parametrize("units", [None, [nn.Linear]], ids=["whole", "layers"])
 def test_one_layer_in_several_checkpoints(reentrant: bool, units: Any, stage: int) -> None:
-    parity(Task(lambda: Repeated(reentrant), rows(4)), stage=stage, units=units)
+    """Re-entrant, the layer's gradient comes in three parts; those after the first are reduced apart."""
+    parity(Task(lambda: Repeated(reentrant), rows(4)), stage=stage, units=units, tolerance=1e-6 if reentrant else 0.0)
 
 
 @on_ranks(2)
 @kinds
 @pytest.mark.parametrize("micro", [(True, True), (False, True)], ids=["synced", "no_sync"])
 def test_one_layer_in_several_checkpoints_accumulated(reentrant: bool, micro: tuple[bool, ...], stage: int) -> None:
-    parity(Task(lambda: Repeated(reentrant), rows(4), micro=micro), stage=stage)
+    task = Task(lambda: Repeated(reentrant), rows(4), micro=micro)
+    parity(task, stage=stage, tolerance=1e-6 if reentrant else 0.0)
 
 
 class Nested(nn.Module):
@@ -149,7 +151,8 @@ def test_selective_checkpointing(stage: int) -> None:
 @kinds
 def test_low_precision(reentrant: bool, stage: int) -> None:
     task = Task(lambda: CheckpointedNet(reentrant), rows(3), micro=(True, True))
-    parity(task, stage=stage, units=[Block], precision="bf16", dtype=torch.bfloat16)
+    tolerance = 0.0 if stage >= 2 else 0.01  # whole gradients start in bf16
+    parity(task, stage=stage, units=[Block], precision="bf16", dtype=torch.bfloat16, tolerance=tolerance)
 
 
 @on_ranks(2)

@@ -183,7 +183,7 @@ def test_two_dtypes_in_one_unit(stage: int) -> None:
         for name, p in plain.named_parameters():
             total[name] += p.grad.float() / 2
     for name, gradient in total.items():
-        close(f"gradient of {name}", gradients[name], gradient, 1e-6 if stage >= 2 else 0.02)
+        close(f"gradient of {name}", gradients[name], gradient, 1e-6 if stage >= 2 else 0.04)
 
 
 class Quantised(nn.Module):
@@ -220,7 +220,7 @@ def test_integer_and_bool_parameters(stage: int) -> None:
 def test_sparse_gradients_are_refused(stage: int) -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(zerodp.ConfigError, match=r"(?s)0\.weight.*sparse"):
+    with pytest.raises(zerodp.ConfigError, match=r"'0'.*sparse"):
         zerodp.shard(model, optimizer, stage=stage)
     assert type(model) is nn.Sequential
     assert model(torch.tensor([1, 2])).shape == (2, 2)
