@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,12 @@ def test_a_resumed_log_ends_where_the_run_goes_on(tmp_path: Path) -> None:
     resumed = report.Log(tmp_path, step=3)
     resumed.add(record(4))
     assert [r["step"] for r in report.read_log(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_what_is_not_finite_is_null_in_the_log(tmp_path: Path) -> None:
+    log = report.Log(tmp_path, step=0)
+    log.add(dataclasses.replace(record(1), gradient_norm=float("inf")))
+    assert report.read_log(tmp_path)[0]["gradient_norm"] is None
 
 
 def test_a_report_without_a_step(tmp_path: Path) -> None:

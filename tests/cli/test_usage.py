@@ -53,6 +53,7 @@ def test_help_of_train_names_every_setting(capsys: pytest.CaptureFixture[str]) -
         (["train", "--data", "/nowhere/at/all"], "no file or folder '/nowhere/at/all'"),
         (["train", "--resume", "/nowhere/at/all"], "no run in this folder"),
         (["train", "--resume", "a", "--out", "b"], "exclude each other"),
+        (["train", "--device", "cuda", "--ranks", "1000"], "1000 ranks on this machine"),
         (["train", "--device", "gpu"], "expected one of auto, cpu, cuda"),
         (["train", "surplus"], "surplus"),
     ],

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..config import PRECISIONS
 from ..core.stages import STAGES
 from .parser import Parser, UsageError, one_of, positive, size, whole
@@ -79,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if under_torchrun and "ranks" in given:
         raise UsageError("--ranks: torchrun has started the ranks; leave it out")
     run_settings = settings.resolve(given, resume, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    check_device(run_settings.device, int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun else run_settings.ranks)
     digest = open_corpus(run_settings.data, run_settings.context).digest
     if resume is not None:
         settings.check_text(resume, digest)
@@ -94,6 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def stage_number(text: str) -> int:
     return int(one_of([str(stage) for stage in STAGES])(text))
+
+
+def check_device(device: str, local_ranks: int) -> None:
+    """Each rank of this machine needs a GPU of its own."""
+    if device == "cuda" and torch.cuda.device_count() < local_ranks:
+        raise UsageError(
+            f"--device cuda: {local_ranks} ranks on this machine, which has {torch.cuda.device_count()} GPUs"
+        )
 
 
 def new_folder(folder: Path, empty: bool) -> None:

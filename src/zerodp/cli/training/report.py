@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,11 @@ class Log:
         replace_file(self.path, "".join(json.dumps(record) + "\n" for record in self.records).encode())
 
     def add(self, record: Record) -> None:
-        self.records.append(asdict(record))
+        """Values that are not finite, as in a step that fp16 skips, have no form in JSON: they are null."""
+        values = asdict(record).items()
+        self.records.append({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values})
         with self.path.open("a") as file:
-            file.write(json.dumps(self.records[-1]) + "\n")
+            file.write(json.dumps(self.records[-1], allow_nan=False) + "\n")
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

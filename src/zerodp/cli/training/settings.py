@@ -23,7 +23,7 @@ class Settings:
     data: str | None = None
     params: int = 4_000_000
     context: int = 256
-    steps: int = 500
+    steps: int = 400
     minutes: float | None = None
     batch: int = 4
     accumulate: int = 1

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,46 +71,67 @@ def open_corpus(source: str | None, context: int) -> Corpus:
     """The text of `source` through its cache file, which is made at the first use and shared by all processes of a machine.
 
     Raises:
-        UsageError: no such file or folder, or too little text for one window of training and of validation.
+        UsageError: no such file or folder, one that cannot be read, or too little text for windows of training and validation.
     """
-    files = files_of(None if source is None else Path(source))
+    try:
+        path = _cached(files_of(None if source is None else Path(source)))
+        size = path.stat().st_size
+    except OSError as error:
+        raise UsageError(f"--data: the text cannot be read, or not be kept in {cache_folder()}: {error}") from None
+    _, training, digest = path.stem.split("-")
+    if min(int(training), size - int(training)) < context + 2:
+        what = source or "the standard library"
+        needed = HELD_OUT * (context + 2)
+        raise UsageError(
+            f"--data: {what} has {size:,} bytes of text, too few for --context {context}: it takes about {needed:,}"
+        )
+    return Corpus(torch.from_file(str(path), size=size, dtype=torch.uint8), int(training), digest)
+
+
+def _cached(files: list[Path]) -> Path:
+    """The cache file for these files as they are now, `STAMP-TRAINING-DIGEST.bytes`."""
     stamp = hashlib.sha256()
     for path in files:
         status = path.stat()
         stamp.update(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    folder = cache_folder()
+    folder, name = cache_folder(), stamp.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "lock"):
-        found = sorted(folder.glob(f"{stamp.hexdigest()[:16]}-*.bytes"))
-        path = found[0] if found else _write(files, folder, stamp.hexdigest()[:16])
-    _, training, digest = path.stem.split("-")
-    size = path.stat().st_size
-    corpus = Corpus(
-        torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8),
-        int(training),
-        digest,
-    )
-    if min(corpus.training, size - corpus.training) < context + 2:
-        what = source or "the standard library"
-        raise UsageError(
-            f"--data: {what} has {size:,} bytes of text, too few for --context {context}: it needs about {HELD_OUT * (context + 2):,}"
-        )
-    return corpus
+        found = sorted(folder.glob(f"{name}-*.bytes"))
+        return found[0] if found else _write(files, folder, name)
 
 
-def _write(files: list[Path], folder: Path, stamp: str) -> Path:
-    """The cache file, `STAMP-TRAINING-DIGEST.bytes`: whole or not there."""
-    text = b"".join(path.read_bytes() for path in files)
-    block = min(BLOCK_BYTES, max(1, len(text) // HELD_OUT))
-    blocks = [text[at : at + block] for at in range(0, len(text), block)]
-    held_out = blocks[HELD_OUT - 1 :: HELD_OUT]
-    training = b"".join(b for i, b in enumerate(blocks) if i % HELD_OUT != HELD_OUT - 1)
-    whole = training + b"".join(held_out)
-    path = folder / f"{stamp}-{len(training)}-{hashlib.sha256(whole).hexdigest()[:16]}.bytes"
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(whole)
-    unfinished.replace(path)
-    return path
+def _write(files: list[Path], folder: Path, name: str) -> Path:
+    """Training text, then validation text: whole or not there."""
+    block = min(BLOCK_BYTES, max(1, sum(path.stat().st_size for path in files) // HELD_OUT))
+    digest, training = hashlib.sha256(), 0
+    unfinished = folder / f"{name}.unfinished"
+    with unfinished.open("wb") as file, tempfile.TemporaryFile() as held_out:
+        for number, text in enumerate(_blocks(files, block)):
+            if number % HELD_OUT == HELD_OUT - 1:
+                held_out.write(text)
+            else:
+                training += file.write(text)
+                digest.update(text)
+        held_out.seek(0)
+        while text := held_out.read(BLOCK_BYTES):
+            file.write(text)
+            digest.update(text)
+    return unfinished.replace(folder / f"{name}-{training}-{digest.hexdigest()[:16]}.bytes")
+
+
+def _blocks(files: list[Path], size: int) -> Iterator[bytes]:
+    """The text of all files in pieces of `size` bytes; the last may be shorter."""
+    piece = b""
+    for path in files:
+        with path.open("rb") as file:
+            while text := file.read(size - len(piece)):
+                piece += text
+                if len(piece) == size:
+                    yield piece
+                    piece = b""
+    if piece:
+        yield piece
 
 
 @contextlib.contextmanager
