@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,7 +81,10 @@ def measure(settings: Settings, device: torch.device, room: int) -> list[Row]:
 
 def _one_step(settings: Settings, stage: int, device: torch.device) -> tuple[int, int, int]:
     """(bytes of model states, peak bytes of workspace, elements sent)."""
-    model, optimizer = build(settings, device, stage=stage)
+    precision = dataclasses.replace(
+        PRECISIONS[settings.precision], loss_scale=1.0
+    )  # so that fp16 does not skip the step
+    model, optimizer = build(settings, device, stage=stage, precision=precision)
     stats = zerodp.stats(model)
     stats.reset()
     tokens = torch.arange(settings.context + 1, device=device).remainder(VOCABULARY)[None]
@@ -98,6 +102,7 @@ def as_json(rows: list[Row], settings: Settings) -> dict[str, Any]:
         "ranks": settings.ranks,
         "precision": settings.precision,
         "stages": {
-            str(row.stage): {key: value for key, value in asdict(row).items() if key != "stage"} for row in rows
+            str(row.stage): {key: value for key, value in dataclasses.asdict(row).items() if key != "stage"}
+            for row in rows
         },
     }

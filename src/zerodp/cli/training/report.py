@@ -79,7 +79,12 @@ def stage_table(rows: list[Row], settings: Settings) -> str:
     widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [head, *body]]
     title = f"Bytes per rank, {settings.ranks} ranks, {settings.precision}, the stage of this run marked *"
-    return "\n".join([title, *lines])
+    notes = (
+        []
+        if settings.precision == "fp32"
+        else ["measured: sharded gradients are kept in fp32, and stage 3 keeps no 16-bit shard"]
+    )
+    return "\n".join([title, *lines, *notes])
 
 
 def _or_dash(value: int | None, unit: str = "B") -> str:
