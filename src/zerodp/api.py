@@ -43,30 +43,29 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
         ConfigError: a setting, model or optimizer that cannot work; RankMismatchError: ranks that came with different ones.
             Both on every rank alike, before anything is changed.
     """
-    mesh = meshes.resolve(*_early(config, options))
-    problem: Exception | None = None
+    problem: ZeroError | None = None
     try:
         settings = Config.of(config, options)
-        plans = _check(model, optimizer, settings)
-        facts = _facts(settings, plans, optimizer)
-    except ZeroError as error:
-        problem, facts = error, []
-    comm = Comm(mesh, exact=mesh.backend != "nccl", check=problem is None and settings.check)
+    except ConfigError as error:
+        settings, problem = Config(mesh=options.get("mesh", getattr(config, "mesh", None))), error
+    mesh, wrong_mesh = meshes.resolve(settings.mesh, settings.device)
+    problem, facts = problem or wrong_mesh, []
+    if problem is None:
+        try:
+            plans = _check(model, optimizer, settings)
+            facts = _facts(settings, plans, optimizer)
+        except ZeroError as error:
+            problem = error
+    comm = Comm(mesh, exact=mesh.backend != "nccl", check=settings.check)
     said = comm.exchange_objects(
         None if problem is None else [type(problem).__name__, str(problem)], "the other ranks' shard()"
     )
     share_verdict(said, problem)
     _compare(comm.exchange_objects(facts, "the other ranks' shard()"))
+    comm.mesh = meshes.connect(mesh)
     if settings.exact is not None:
         comm.exact = settings.exact
     return _assemble(model, optimizer, settings, plans, comm)
-
-
-def _early(config: Config | None, options: dict[str, Any]) -> tuple[Any, torch.device | None]:
-    """What decides who talks to whom, needed before mistakes can be shared."""
-    base = config if isinstance(config, Config) else None
-    device = options.get("device", base.device if base else None)
-    return options.get("mesh", base.mesh if base else None), None if device is None else torch.device(device)
 
 
 def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:

@@ -233,7 +233,7 @@ def _precision(value: Any) -> Precision | None:
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
-    patterns = (value,) if isinstance(value, str) else tuple(value)
+    patterns = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     if not all(isinstance(p, str) for p in patterns):
         raise ConfigError(f"{name}: expected glob patterns over names, such as 'head.*', got {value!r}")
     return patterns
@@ -251,7 +251,7 @@ def _units(value: Any) -> Callable[..., Any] | tuple[Any, ...]:
         return (value,)
     if callable(value):
         return value  # type: ignore[no-any-return]
-    items = tuple(value)
+    items = tuple(value) if isinstance(value, Iterable) else (value,)
     for item in items:
         if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, torch.nn.Module))):
             raise ConfigError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,11 +66,13 @@ def drop_groups() -> None:
     _cache.clear()
 
 
-def resolve(mesh: Any, device: torch.device | None) -> Mesh:
-    """The `mesh` option of `shard()` as groups.
+def resolve(mesh: Any, device: torch.device | None) -> tuple[Mesh, ConfigError | None]:
+    """The `mesh` option of `shard()` as ranks that can tell each other their mistakes, and this rank's own, if it has one.
+
+    The lanes are missing still, see `connect`.
 
     Raises:
-        ConfigError: no process group, or a mesh that is not 1-D or ("replicate", "shard").
+        ConfigError: no process group, or one that this rank is not in; no other rank waits for it then.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
@@ -82,55 +84,73 @@ def resolve(mesh: Any, device: torch.device | None) -> Mesh:
         _cache_world = dist.group.WORLD
         _cache.clear()
         WATCH.forget()
-    world, shard, replicate, parent = _ranks(mesh)
-    types = [d.type for d in parent._device_types]
-    accelerators = [t for t in types if parent._get_backend(torch.device(t)).name() not in ("gloo", "fake")]
-    device_type = device.type if device is not None else (accelerators or ["cpu"])[0]
-    if device_type not in types:
-        raise ConfigError(
-            f"device: the process group's backend serves {', '.join(types)}, not {device_type!r}; pick another device or backend"
-        )
-    backend = parent._get_backend(torch.device(device_type)).name()
-    return Mesh(
-        _group(world, 2, backend),
-        _group(shard, 2, backend),
-        _group(replicate, 2, backend),
-        _make(world, "control", "fake" if backend == "fake" else "gloo"),
-        device_type,
-        backend,
-    )
+    me, world = dist.get_rank(), _members(mesh)
+    if me not in world:
+        raise ConfigError(f"mesh: rank {me} is not among its ranks {list(world)}; only they may call shard() with it")
+    problem = None
+    try:
+        shard, replicate, parent = _dims(mesh, world)
+        device_type, backend = _device(parent, device)
+    except ConfigError as error:
+        problem, shard, replicate = error, world, (me,)
+        device_type, backend = _device(dist.group.WORLD, None)
+    control = _make(world, "control", "fake" if backend == "fake" else "gloo")
+    return Mesh(_group(world), _group(shard), _group(replicate), control, device_type, backend), problem
 
 
-def _ranks(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Any]:
-    """(all ranks, this rank's shard group, this rank's replicate group, the process group they come from)."""
+def connect(mesh: Mesh) -> Mesh:
+    """The same mesh with lanes for its data (a collective)."""
+
+    def connected(group: Group) -> Group:
+        lanes = (_make(group.ranks, f"lane{i}", mesh.backend) for i in range(2 if group.size > 1 else 0))
+        return Group(group.ranks, group.rank, tuple(lanes))
+
+    world, shard, replicate = map(connected, (mesh.world, mesh.shard, mesh.replicate))
+    return replace(mesh, world=world, shard=shard, replicate=replicate)
+
+
+def _members(mesh: Any) -> tuple[int, ...]:
+    """All ranks of a mesh or group; of the world, where it is neither."""
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        return ()
+    if isinstance(mesh, DeviceMesh):
+        return tuple(mesh.mesh.flatten().tolist())
+    return tuple(dist.get_process_group_ranks(mesh if isinstance(mesh, dist.ProcessGroup) else None))
+
+
+def _dims(mesh: Any, world: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
+    """(this rank's shard group, its replicate group, the process group they come from)."""
     me = dist.get_rank()
     if mesh is None or isinstance(mesh, dist.ProcessGroup):
-        group = mesh or dist.group.WORLD
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if me not in ranks:
-            raise ConfigError(f"mesh: rank {me} is not in the process group of ranks {list(ranks)}")
-        return ranks, ranks, (me,), group
+        return world, (me,), mesh or dist.group.WORLD
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh: expected a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}")
     names = mesh.mesh_dim_names
     if mesh.ndim == 1:
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        return ranks, ranks, (me,), mesh.get_group()
+        return world, (me,), mesh.get_group()
     if mesh.ndim != 2 or names != ("replicate", "shard"):
         raise ConfigError(
             f'mesh: expected one dim, or two named ("replicate", "shard"), got dims {names or mesh.ndim}; of a larger mesh pass that slice'
         )
     rows = mesh.mesh.tolist()
-    row = next((r for r in rows if me in r), None)
-    if row is None:
-        raise ConfigError(f"mesh: rank {me} is not in the mesh {rows}")
-    column = tuple(r[row.index(me)] for r in rows)
-    return tuple(r for line in rows for r in line), tuple(row), column, mesh.get_group("shard")
+    row = next(r for r in rows if me in r)
+    return tuple(row), tuple(r[row.index(me)] for r in rows), mesh.get_group("shard")
 
 
-def _group(ranks: tuple[int, ...], num_lanes: int, backend: str) -> Group:
-    lanes = tuple(_make(ranks, f"lane{i}", backend) for i in range(num_lanes if len(ranks) > 1 else 0))
-    return Group(ranks, ranks.index(dist.get_rank()), lanes)
+def _device(parent: Any, device: torch.device | None) -> tuple[str, str]:
+    """(device type, its backend): the one asked for, else the accelerator that the group serves, else the CPU."""
+    backends = {d.type: parent._get_backend(d).name() for d in parent._device_types}
+    accelerators = [kind for kind, backend in backends.items() if backend not in ("gloo", "fake")]
+    device_type = device.type if device is not None else (accelerators or ["cpu"])[0]
+    if device_type not in backends:
+        raise ConfigError(
+            f"device: the process group's backend serves {', '.join(backends)}, not {device_type!r}; pick another device or backend"
+        )
+    return device_type, backends[device_type]
+
+
+def _group(ranks: tuple[int, ...]) -> Group:
+    return Group(ranks, ranks.index(dist.get_rank()), ())
 
 
 def _make(ranks: Sequence[int], lane: str, backend: str) -> Any:
@@ -139,7 +159,10 @@ def _make(ranks: Sequence[int], lane: str, backend: str) -> Any:
         return None
     key = (tuple(ranks), lane, backend)
     if key not in _cache:
-        _cache[key] = dist.new_group(list(ranks), timeout=_timeout(), backend=backend, use_local_synchronization=True)
+        # Torch names a group of some ranks by how many groups this rank is in. That may differ by rank, so the whole
+        # world's groups are made the other way, which names them by the calls so far.
+        local = len(ranks) < dist.get_world_size()
+        _cache[key] = dist.new_group(list(ranks), timeout=_timeout(), backend=backend, use_local_synchronization=local)
     return _cache[key]
 
 
