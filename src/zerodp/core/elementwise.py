@@ -22,17 +22,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         ConfigError: the optimizer's update of a part depends on the rest of its tensor.
     """
     name = type(optimizer).__name__
-    refusal = (
-        f"{name} is not elementwise: its update of a part of a matrix depends on the whole, so it cannot run on shards. Use an elementwise "
-        "optimizer such as AdamW, SGD, Adagrad, RMSprop, NAdam or Lion"
-    )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(refusal)
+    advice = "Use an elementwise optimizer such as AdamW, SGD, Adagrad, RMSprop, NAdam or Lion"
+    refusal = f"{name} is not elementwise: its update of a part of a matrix depends on the whole, so it cannot run on shards. {advice}"
     for group in optimizer.param_groups:
         try:
             whole = _trial(optimizer, group, parts=False)
-        except Exception:
-            continue
+        except Exception as error:
+            raise ConfigError(
+                f"{name} cannot be seen to be elementwise: a step of it on a small matrix failed ({type(error).__name__}: {error}), as "
+                f"where an optimizer keeps its state outside of `self.state` or needs a closure. {advice}"
+            ) from None
         try:
             parts = _trial(optimizer, group, parts=True)
         except Exception as error:
