@@ -146,6 +146,10 @@ def _device(parent: Any, device: torch.device | None) -> tuple[str, str]:
         raise ConfigError(
             f"device: the process group's backend serves {', '.join(backends)}, not {device_type!r}; pick another device or backend"
         )
+    if device_type != "cpu" and backends[device_type] != "fake" and not torch.accelerator.is_available():
+        raise ConfigError(
+            f"device: torch finds no {device_type!r} on this machine; pick 'cpu', or install torch for it"
+        )
     return device_type, backends[device_type]
 
 
