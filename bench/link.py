@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,15 @@ SBIN = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 class Unavailable(Exception):
     """A rate-limited loopback cannot be had here; the message says why in one line."""
+
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def seconds(num_bytes: float, rate: str) -> float | None:
+    """How long the limited device takes for so many bytes; None for a rate in a unit of tc's that is not known here."""
+    found = re.fullmatch(r"([0-9.]+)([a-z]+)", rate.lower())
+    return num_bytes * 8 / (float(found[1]) * UNITS[found[2]]) if found and found[2] in UNITS else None
 
 
 @contextlib.contextmanager

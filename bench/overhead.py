@@ -17,7 +17,6 @@ import functools
 import itertools
 import json
 import pstats
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -61,7 +60,7 @@ class Stopwatch:
 
 
 def measure(name: str, work: Workload, watch: Stopwatch) -> dict[str, list[float]]:
-    """Median seconds of each phase of a step: in all, and inside the process group's calls."""
+    """Seconds of each phase in its least disturbed step: in all, and inside the process group's calls."""
     trainer = METHODS[name].build(work.model(), work)
     steps = []
     for x, y in itertools.islice(batches(dist.get_rank(), work.bsz, work.ctx), work.warmup + work.steps):
@@ -74,10 +73,7 @@ def measure(name: str, work: Workload, watch: Stopwatch) -> dict[str, list[float
         marks.append(watch.read())
         steps.append([(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(marks)])
     counted = list(zip(*steps[work.warmup :], strict=True))
-    return {
-        phase: [statistics.median(values) for values in zip(*samples, strict=True)]
-        for phase, samples in zip(PHASES, counted, strict=True)
-    }
+    return {phase: [*min(samples)] for phase, samples in zip(PHASES, counted, strict=True)}
 
 
 def profile(name: str, work: Workload) -> list[list[str]]:
@@ -149,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", default="zerodp3,zerodp2,zerodp1,zerodp0,fsdp2", help="methods of bench/run.py")
     parser.add_argument("--settings", default=",".join(SETTINGS), help=f"of {', '.join(SETTINGS)} (default: all)")
     parser.add_argument("--layers", type=int, default=24, help="blocks of the model (default: 24)")
-    parser.add_argument("--steps", type=int, default=60, help="steps that count (default: 60)")
+    parser.add_argument("--steps", type=int, default=200, help="steps that count (default: 200)")
     parser.add_argument("--profile", metavar="METHOD", help="a table of functions for this method, and nothing else")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
     parser.add_argument("--rank", metavar="TASK", help=argparse.SUPPRESS)

@@ -20,7 +20,7 @@ from typing import Any
 
 import report
 from launch import Failed, run_ranks
-from link import Unavailable, rate_limited
+from link import Unavailable, rate_limited, seconds
 from methods import METHODS, Workload
 
 HERE = Path(__file__).parent
@@ -122,6 +122,17 @@ def ratios(rows: dict[str, dict[str, Any]], slow: bool) -> list[dict[str, Any]]:
     return found
 
 
+def wire_seconds(work: Workload, link: str | None) -> dict[str, float | None]:
+    """The time that the limited wire alone takes for a step, by how often the parameters' bytes cross it: no overlap helps.
+
+    Twice in stages 0 to 2 and DDP, three times in stage 3, each time a share of (N-1)/N, sent by all N ranks through one device.
+    """
+    if link is None:
+        return {}
+    crossing = work.numel * (2 if work.low else 4) * (RANKS - 1)
+    return {f"{passes} passes": seconds(passes * crossing, link) for passes in (2, 3)}
+
+
 def show(title: str, rows: dict[str, dict[str, Any]], found: Sequence[dict[str, Any]]) -> None:
     def cell(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
@@ -176,7 +187,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def workload(args: argparse.Namespace) -> Workload:
     """The size that the targets are stated for (85M parameters, 25M on a slow link), changed as asked."""
-    defaults: dict[str, Any] = {"dim": 512, "layers": 8} if args.link else {}
+    defaults: dict[str, Any] = {"dim": 512, "layers": 8, "bsz": 2} if args.link else {}
     if args.quick:
         defaults = {"dim": 64, "layers": 2, "ctx": 32, "steps": 2, "warmup": 1}
         args.rounds = 1
@@ -202,11 +213,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = ratios(rows, slow=args.link is not None)
     title = f"{size} parameters, {work.dtype}, {RANKS} gloo ranks of one thread, {args.link or 'loopback'}"
     show(title, rows, found)
+    wire = wire_seconds(work, args.link)
+    for passes, least in wire.items():
+        if least is not None:
+            print(f"The wire alone takes {least:.3f} s for {passes} of the parameters")
     content = {
         "workload": dataclasses.asdict(work),
         "parameters": work.numel,
         "ranks": RANKS,
         "link": args.link,
+        "wire_s": wire,
         "summary": rows,
         "ratios": found,
         "runs": runs,
