@@ -59,11 +59,19 @@ def alone(group: Group) -> Group:
 
 _cache: dict[Any, Any] = {}
 _cache_world: Any = None
+_dropped: list[Any] = []
 
 
 def drop_groups() -> None:
     """After a failure, messages may still be under way in the old groups: the next `shard()` makes new ones."""
+    _dropped.extend(_cache.values())
     _cache.clear()
+
+
+def _forget_dropped() -> None:
+    """Let torch forget broken groups, or their threads would live as long as the process."""
+    while _dropped:
+        dist.destroy_process_group(_dropped.pop())
 
 
 def resolve(mesh: Any, device: torch.device | None) -> tuple[Mesh, ConfigError | None]:
@@ -83,6 +91,7 @@ def resolve(mesh: Any, device: torch.device | None) -> tuple[Mesh, ConfigError |
     if _cache_world is not dist.group.WORLD:
         _cache_world = dist.group.WORLD
         _cache.clear()
+        _dropped.clear()  # they went with their world
         WATCH.forget()
     me, world = dist.get_rank(), _members(mesh)
     if me not in world:
@@ -163,6 +172,7 @@ def _make(ranks: Sequence[int], lane: str, backend: str) -> Any:
         return None
     key = (tuple(ranks), lane, backend)
     if key not in _cache:
+        _forget_dropped()
         # Torch names a group of some ranks by how many groups this rank is in. That may differ by rank, so the whole
         # world's groups are made the other way, which names them by the calls so far.
         local = len(ranks) < dist.get_world_size()

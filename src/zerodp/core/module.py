@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,8 +135,12 @@ def arm(runtime: Runtime, flat: Flat, index: int) -> None:
         node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         parameter.requires_grad_(needs)
 
+    engine = weakref.ref(runtime), weakref.ref(flat)  # the node holds this hook, and the parameter; see `Where`
+
     def accumulated(*_: Any) -> None:
-        runtime.arrived(flat, index, parameter)
+        runtime, flat = engine[0](), engine[1]()
+        if runtime is not None and flat is not None:
+            runtime.arrived(flat, index, parameter)
 
     flat.nodes.append((node, node.register_hook(accumulated)))
 

@@ -7,6 +7,7 @@ use into a page fault, which the runtime answers by gathering the unit or by rai
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +39,19 @@ set_grad = Tensor.grad.__set__  # type: ignore[union-attr]
 class Where:
     """A parameter's place: `index` in `flat`. Its only attribute of ours, so the parameter itself holds no state."""
 
-    __slots__ = ("flat", "index")
+    __slots__ = ("_flat", "index")
 
     def __init__(self, flat: Flat, index: int) -> None:
-        self.flat, self.index = flat, index
+        # Weak: autograd's C++ nodes hold parameters, and a strong way from there to the engine would never be collected.
+        self._flat = weakref.ref(flat)
+        self.index = index
+
+    @property
+    def flat(self) -> Flat:
+        flat = self._flat()
+        if flat is None:
+            raise ShardedError("the sharded model that this parameter belongs to no longer exists")
+        return flat
 
     @property
     def name(self) -> str:

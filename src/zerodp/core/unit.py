@@ -319,11 +319,11 @@ class Unit:
     def reveal(self) -> None:
         """`show` for what is always here; no use of its own."""
         if not self.visible:
-            self.visible = True
             for flat in self.flats:
                 if flat.handles:
                     flat.wait()
                 flat.reveal()
+            self.visible = True
 
     def hide(self) -> None:
         """Trap uses again; the page stays."""
