@@ -42,7 +42,7 @@ MICRO = {"one": (True,), "synced": (True, True), "no_sync": (False, True)}
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize(("optimizer", "micro"), zip(TRAINABLE, MICRO, strict=True))
+@pytest.mark.parametrize(("optimizer", "micro"), list(zip(TRAINABLE, MICRO, strict=True)))
 def test_every_stage_and_layout(optimizer: str, micro: str, world_size: int) -> None:
     """Equal to the oracle, bitwise on two ranks and within 1e-6 on more; and bitwise among themselves."""
     task = Task(Net, rows(3), optimizer=TRAINABLE[optimizer], steps=STEPS, micro=MICRO[micro], brief=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -59,6 +60,35 @@ def test_all_ranks_skip_together(bad_on: int, clip: bool, stage: int) -> None:
     optimizer.step()
     assert (optimizer.skipped_steps, optimizer.last_step_skipped, optimizer.loss_scale) == (1, False, 512.0)
     close("clean step", model.state_dict()["weight"], before - 0.1 * (128**-0.5 if clip else 1.0), 1e-6)
+
+
+@on_ranks(2)
+def test_skipped_step_leaves_the_optimizers_state_alone(stage: int) -> None:
+    model = nn.Linear(128, 1, bias=False)
+    model, optimizer = zerodp.shard(model, adamw(model), stage=stage, precision=fp16(init_scale=1024.0))
+    backward(model, optimizer)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.zero_grad()
+    backward(model, optimizer, bad_on=1)
+    optimizer.step()
+    after = optimizer.state_dict()["state"]
+    assert optimizer.last_step_skipped
+    assert before.keys() == after.keys() == {"weight"}
+    for key, value in before["weight"].items():
+        assert torch.equal(torch.as_tensor(after["weight"][key]), torch.as_tensor(value)), key
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("units", [None, [Block]], ids=["automatic", "blocks"])
+def test_autocast(units: Any, stage: int) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x)
+            assert out.dtype == torch.bfloat16
+        return out.float().pow(2).mean()
+
+    parity(Task(Net, rows(3), loss, micro=(True, True)), stage=stage, units=units)
 
 
 @on_ranks(2)

@@ -84,9 +84,7 @@ def test_pieces_keep_the_limit_and_are_of_nearly_equal_size(
 
 
 @given(numels, num_shards, max_piece)
-def test_empty_parameters_belong_to_exactly_one_rank(
-    numels: list[int], num_shards: int, max_piece: int | None
-) -> None:
+def test_empty_parameters_belong_to_exactly_one_rank(numels: list[int], num_shards: int, max_piece: int | None) -> None:
     layout = build(numels, num_shards, 1, max_piece)
     holders = [segment.index for rank in range(num_shards) for segment in layout.segments(rank) if segment.numel == 0]
     assert sorted(holders) == [index for index, numel in enumerate(numels) if numel == 0]

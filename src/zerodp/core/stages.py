@@ -26,3 +26,4 @@ STAGES = {
     2: Residency(True, True, False),
     3: Residency(True, True, True),
 }
+WHOLE = STAGES[0]

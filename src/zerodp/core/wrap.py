@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config import Config
 from ..errors import ConfigError
-from .stages import STAGES, Residency
+from .stages import STAGES, WHOLE, Residency
 
 ROOT, IGNORED = "(root)", "(ignored)"
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -63,7 +63,7 @@ def plan_units(model: nn.Module, config: Config) -> list[Plan]:
         )
     modules = {ROOT: model, **chosen, IGNORED: None}
     stages = residencies(config, [name for name, parameters in owned.items() if parameters and name != IGNORED])
-    stages[IGNORED] = STAGES[0]  # whole, replicated and averaged
+    stages[IGNORED] = WHOLE  # replicated and averaged
     return [
         Plan(clean(name), modules[name], parameters, stages[name]) for name, parameters in owned.items() if parameters
     ]
