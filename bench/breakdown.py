@@ -30,7 +30,6 @@ from model import batches
 from torch.profiler import ProfilerActivity, record_function
 
 DOC = Path(__file__).parents[1] / "docs" / "profile.md"
-BEGIN, END = "<!-- begin: bench/breakdown.py -->", "<!-- end -->"
 STEP, WAIT, LAUNCH, MOVE = "bench.step", "bench.wait", "bench.launch", "bench.move"
 # What an operator counts as if it, or something it runs in, has a name that begins so; the first line that fits decides.
 ENCLOSING = {
@@ -144,24 +143,21 @@ def rank_main(methods: Sequence[str], work: Workload) -> None:
 
 def markdown(found: dict[str, dict[str, Any]], work: Workload) -> str:
     """The table, and what the engine counted, as the generated part of the page."""
-    names = list(found)
 
-    def row(what: str, values: Iterable[float]) -> str:
-        return f"| {what} | {' | '.join(f'{value:.0f}' for value in values)} |"
+    def row(what: str, values: Iterable[float]) -> list[str]:
+        return [what, *(f"{value:.0f}" for value in values)]
 
+    rows = [
+        *(row(kind, (r["classes_ms"][kind] for r in found.values())) for kind in (COMPUTE, *ENCLOSING, PYTHON)),
+        row("all of it, under the profiler", (sum(r["classes_ms"].values()) for r in found.values())),
+        row("the same without the profiler", (r["wall_ms"] for r in found.values())),
+        row("fresh memory touched, MB", (r["fresh_mb"] for r in found.values())),
+    ]
     size = f"{work.numel / 1e6:.1f}M parameters in {work.dtype}"
     lines = [
         f"Milliseconds per step of rank 0's training thread; {size}, 2 ranks of one thread over loopback.",
         "",
-        f"| | {' | '.join(METHODS[name].label for name in names)} |",
-        f"|---|{'---:|' * len(names)}",
-        *(
-            row(kind, (result["classes_ms"][kind] for result in found.values()))
-            for kind in (COMPUTE, *ENCLOSING, PYTHON)
-        ),
-        row("all of it, under the profiler", (sum(result["classes_ms"].values()) for result in found.values())),
-        row("the same without the profiler", (result["wall_ms"] for result in found.values())),
-        row("fresh memory touched, MB", (result["fresh_mb"] for result in found.values())),
+        report.markdown(["", *(METHODS[name].label for name in found)], rows),
     ]
     for name, result in found.items():
         if engine := result["engine"]:
@@ -169,14 +165,6 @@ def markdown(found: dict[str, dict[str, Any]], work: Workload) -> str:
             wire = f"{engine['wire_bytes'] / 2**20:.0f} MB in {engine['launches']} collectives"
             lines += ["", f"{METHODS[name].label} sends {wire} per step and rank: {events}."]
     return "\n".join(lines)
-
-
-def write(text: str, page: Path) -> None:
-    """Replaces what stands between the markers of `page`."""
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-    print(f"written: {page}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, result in found.items():
             rows = [[operator, f"{ms:.1f}"] for operator, ms in result["operators_ms"].items()]
             report.table(f"{METHODS[name].label}, all threads", ["operator", "own ms per step"], rows)
-    write(text, args.page)
+    report.fill(args.page, "breakdown", text)
     return 0
 
 

@@ -80,3 +80,18 @@ def save(name: str, content: dict[str, object], folder: Path = RESULTS) -> Path:
     path.write_text(json.dumps({**facts(), **content}, indent=1) + "\n")
     print(f"written: {os.path.relpath(path)}")
     return path
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same table for a page: the first column to the left, the others to the right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def fill(page: Path, block: str, text: str) -> None:
+    """Replaces what stands between the markers of `block` in a page."""
+    begin, end = f"<!-- begin: {block} -->\n", f"<!-- end: {block} -->"
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}{text}\n{end}{after}")
+    print(f"written: {page}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import importlib.util
 import json
 import signal
@@ -133,7 +134,11 @@ def wire_seconds(work: Workload, link: str | None) -> dict[str, float | None]:
     return {f"{passes} passes": seconds(passes * crossing, link) for passes in (2, 3)}
 
 
-def show(title: str, rows: dict[str, dict[str, Any]], found: Sequence[dict[str, Any]]) -> None:
+def tables(
+    rows: dict[str, dict[str, Any]], found: Sequence[dict[str, Any]]
+) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, columns, rows) of what is shown."""
+
     def cell(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 
@@ -148,9 +153,8 @@ def show(title: str, rows: dict[str, dict[str, Any]], found: Sequence[dict[str, 
         ]
         for name, row in sorted(rows.items(), key=lambda item: item[1]["step_s"])
     ]
-    report.table(title, columns, body)
     verdict = [[r["what"], f"{r['value']:.3f}", cell(r["target"], 2), _verdict(r["value"], r["target"])] for r in found]
-    report.table("Ratios of medians", ["ratio", "measured", "at most", ""], verdict)
+    return [("Methods", columns, body), ("Ratios of medians", ["ratio", "measured", "at most", ""], verdict)]
 
 
 def _verdict(value: float, target: float | None) -> str:
@@ -174,6 +178,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny model and one short round: does it run?")
     parser.add_argument("--no-memory", action="store_true", help="without the extra round in mapped blocks")
     parser.add_argument("--limit", type=float, default=900, help="most seconds for one run (default: 900)")
+    parser.add_argument("--page", type=Path, help="a page to fill too: its block 'loopback', or the one of the link")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
     for field in dataclasses.fields(Workload):
         choices = tuple(LOSS_TOLERANCE) if field.name == "dtype" else None
@@ -212,11 +217,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = summarise(runs, mapped, work.dtype)
     found = ratios(rows, slow=args.link is not None)
     title = f"{size} parameters, {work.dtype}, {RANKS} gloo ranks of one thread, {args.link or 'loopback'}"
-    show(title, rows, found)
+    parts = tables(rows, found)
+    print(f"\n{title}")
+    for part in parts:
+        report.table(*part)
     wire = wire_seconds(work, args.link)
     for passes, least in wire.items():
         if least is not None:
             print(f"The wire alone takes {least:.3f} s for {passes} of the parameters")
+    if args.page:
+        text = f"{title}; {args.rounds} rounds, {datetime.date.today()}, {report.facts()['cpu']}."
+        text = "\n\n".join([text, *(report.markdown(columns, body) for _, columns, body in parts)])
+        report.fill(args.page, args.link or "loopback", text)
     content = {
         "workload": dataclasses.asdict(work),
         "parameters": work.numel,

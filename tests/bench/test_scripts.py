@@ -44,7 +44,10 @@ def test_gpu_check_runs_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_run_compares_methods_and_their_losses(tmp_path: Path) -> None:
-    done = bench("run.py", "--quick", "--no-memory", "--methods", "zerodp1,ddp", "--out", str(tmp_path))
+    page = tmp_path / "benchmarks.md"
+    page.write_text("<!-- begin: loopback -->\n<!-- end: loopback -->\n")
+    quick = ("--quick", "--no-memory", "--methods", "zerodp1,ddp", "--page", str(page))
+    done = bench("run.py", *quick, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     content = written(tmp_path)
     summary = content["summary"]
@@ -54,6 +57,7 @@ def test_run_compares_methods_and_their_losses(tmp_path: Path) -> None:
     assert ratio["what"] == "zerodp1 / ddp"
     assert ratio["value"] == pytest.approx(summary["zerodp1"]["step_s"] / summary["ddp"]["step_s"])
     assert "zerodp stage 1" in done.stdout
+    assert f"| zerodp1 / ddp | {ratio['value']:.3f} |" in page.read_text()
 
 
 def test_run_refuses_an_unknown_method() -> None:
@@ -87,13 +91,13 @@ def test_overhead_profiles_functions(tmp_path: Path) -> None:
 
 def test_breakdown_fills_its_part_of_the_page(tmp_path: Path) -> None:
     page = tmp_path / "profile.md"
-    page.write_text("before\n<!-- begin: bench/breakdown.py -->\nold\n<!-- end -->\nafter\n")
+    page.write_text("before\n<!-- begin: breakdown -->\nold\n<!-- end: breakdown -->\nafter\n")
     small = ("--dim", "32", "--layers", "1", "--steps", "1", "--methods", "zerodp3", "--page", str(page))
     done = bench("breakdown.py", *small)
     assert done.returncode == 0, done.stdout + done.stderr
     text = page.read_text()
     assert text.startswith("before\n")
-    assert text.endswith("<!-- end -->\nafter\n")
+    assert text.endswith("<!-- end: breakdown -->\nafter\n")
     assert "old" not in text
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
     assert {"compute", "wait for the wire", "optimizer", "Python and autograd"} <= rows.keys()
