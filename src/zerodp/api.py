@@ -11,7 +11,7 @@ from torch import nn
 from .config import Config
 from .core import mesh as meshes
 from .core import module, optimizer_state, wrap
-from .core.access import runtime_of, whole_values
+from .core.access import original_buffers, runtime_of, whole_values
 from .core.arena import Arena
 from .core.comm import Comm
 from .core.control import Kind, share_verdict
@@ -247,7 +247,7 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
     runtime.control.require(Kind.STATE)
     state = sharded.state_dict() if sharded is not None else None
     values = {flat: whole_values(runtime, flat) for flat in runtime.flats()}
-    with runtime.original_buffers():
+    with original_buffers(runtime):
         buffers = [(holder, key, holder._buffers[key]) for holder, key, _ in runtime.buffers]
     for hook in runtime.hooks:
         hook.remove()

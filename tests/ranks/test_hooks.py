@@ -47,9 +47,25 @@ def double(model: nn.Module) -> None:
         parameter.register_hook(lambda gradient: gradient * 2)
 
 
+def halve(p: Any) -> None:
+    p.grad *= 0.5
+
+
+def clip(p: Any) -> None:
+    p.grad.clamp_(-0.01, 0.01)
+
+
+def zero(p: Any) -> None:
+    p.grad.zero_()
+
+
+def forget(p: Any) -> None:
+    p.grad = None
+
+
 def scale_in_place(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+        parameter.register_post_accumulate_grad_hook(halve)
 
 
 def replace(model: nn.Module) -> None:
@@ -65,13 +81,13 @@ def replace(model: nn.Module) -> None:
 def drop(model: nn.Module) -> None:
     """As if the parameter had got no gradient: it is not stepped, and not decayed."""
     net: Any = model
-    net.blocks[1].a.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    net.blocks[1].a.weight.register_post_accumulate_grad_hook(forget)
 
 
 def several(model: nn.Module) -> None:
     """In the order in which they were registered, and post-accumulate ones last."""
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))
+        parameter.register_post_accumulate_grad_hook(clip)
         parameter.register_hook(lambda gradient: gradient + 0.005)
         parameter.register_hook(lambda gradient: gradient * 4)
 
@@ -80,7 +96,7 @@ def removed(model: nn.Module) -> None:
     for parameter in model.parameters():
         handles = [
             parameter.register_hook(lambda gradient: gradient * 8),
-            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.zero_()),
+            parameter.register_post_accumulate_grad_hook(zero),
         ]
         parameter.register_hook(lambda gradient: gradient * 2)
         for handle in handles:
@@ -175,7 +191,11 @@ def test_hooks_see_unscaled_shapes_in_low_precision(stage: int) -> None:
     """Gradients in the compute dtype, full in shape; what is written into them counts."""
     model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
     shapes: list[Any] = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.fill_(dist.get_rank() + 1.0))
+
+    def fill(p: Any) -> None:
+        p.grad.fill_(dist.get_rank() + 1.0)
+
+    model[0].weight.register_post_accumulate_grad_hook(fill)
     model[1].weight.register_hook(lambda gradient: shapes.append((gradient.dtype, tuple(gradient.shape))))
     model, _ = zerodp.shard(model, momentum(model), stage=stage, precision="bf16")
     model(torch.ones(1, 4)).sum().backward()
@@ -213,6 +233,11 @@ def reads_weights(model: nn.Module) -> None:
     net.blocks[2].register_forward_hook(lambda module, args, output: output + net.head.weight.mean())
 
 
+def with_input_gradient(model: nn.Module, x: Tensor) -> Tensor:
+    """Full backward hooks want inputs that have a gradient."""
+    return squares(model, x.clone().requires_grad_())
+
+
 MODULE_HOOKS = {hook.__name__: hook for hook in (on_forward, on_backward, reads_weights)}
 
 
@@ -221,19 +246,21 @@ MODULE_HOOKS = {hook.__name__: hook for hook in (on_forward, on_backward, reads_
 @layouts
 @pytest.mark.parametrize("hook", MODULE_HOOKS)
 def test_what_module_hooks_change_counts(hook: str, units: Any, made: str, stage: int) -> None:
-    parity(hooked(MODULE_HOOKS[hook], made, reduction="sum"), stage=stage, units=units, reduction="sum")
+    task = hooked(MODULE_HOOKS[hook], made, loss=with_input_gradient, reduction="sum")
+    parity(task, stage=stage, units=units, reduction="sum")
 
 
 @on_ranks(2)
 @made
 def test_module_hooks_fire_as_often_as_in_plain_torch(made: str, stage: int) -> None:
     calls: list[str] = []
+    note = calls.append
 
     def register(model: nn.Module) -> None:
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda module, args, name=name: calls.append(f"{name} before"))
-            module.register_forward_hook(lambda module, args, output, name=name: calls.append(f"{name} after"))
-            module.register_full_backward_hook(lambda module, inputs, outputs, name=name: calls.append(f"{name} back"))
+            module.register_forward_pre_hook(lambda module, args, name=name: note(f"{name} before"))
+            module.register_forward_hook(lambda module, args, output, name=name: note(f"{name} after"))
+            module.register_full_backward_hook(lambda module, inputs, outputs, name=name: note(f"{name} back"))
 
     task = hooked(register, made)
     plain = Net()

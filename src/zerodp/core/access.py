@@ -51,8 +51,7 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
         ShardedError: an edit without `write=True` (on every rank; the values are as before), or a call inside a pass.
     """
     runtime, units, everything = _units_of(model_or_modules)
-    if runtime.passes:
-        raise ShardedError("full_params() inside a forward or backward pass: parameters are gathered on use there")
+    runtime.require_idle("full_params()")
     runtime.control.require(Kind.FULL)
     if write and any(unit.opened for unit in units):
         raise ShardedError(
@@ -181,14 +180,27 @@ def whole_values(runtime: Runtime, flat: Flat) -> list[Tensor]:
 
 
 @contextlib.contextmanager
+def original_buffers(runtime: Runtime) -> Iterator[None]:
+    """Inside, cast buffers are in their original dtype; what is written to them is kept."""
+    cast = [module._buffers[key] for module, key, _ in runtime.buffers]
+    for (module, key, dtype), buffer in zip(runtime.buffers, cast, strict=True):
+        module._buffers[key] = buffer.to(dtype)  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for (module, key, _), buffer in zip(runtime.buffers, cast, strict=True):
+            buffer.copy_(module._buffers[key])  # type: ignore[union-attr, arg-type]
+            module._buffers[key] = buffer
+
+
+@contextlib.contextmanager
 def whole(runtime: Runtime) -> Iterator[None]:
     """Inside, parameters (and floating-point buffers) are ordinary again, full and in their original dtypes."""
-    if runtime.passes:
-        raise ShardedError("state_dict() inside a forward or backward pass")
+    runtime.require_idle("state_dict()")
     runtime.control.require(Kind.STATE)
     for flat in runtime.flats():
         flat.replace(whole_values(runtime, flat))
-    with runtime.original_buffers():
+    with original_buffers(runtime):
         try:
             yield
         finally:
@@ -254,8 +266,7 @@ def _write(flat: Flat, index: int, new: Tensor, old: Tensor) -> None:
 def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | torch.device = "cpu") -> dict[str, Any]:
     """The plain model's state dict on `device`, gathered unit by unit (a collective); `{}` on the other ranks by default."""
     runtime = runtime_of(model)
-    if runtime.passes:
-        raise ShardedError("full_state_dict() inside a forward or backward pass")
+    runtime.require_idle("full_state_dict()")
     runtime.control.require(Kind.STATE)
     keeps = not rank0_only or runtime.comm.mesh.world.rank == 0
     values: dict[int, Tensor] = {}
@@ -263,7 +274,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | tor
         for parameter, value in zip(flat.parameters, whole_values(runtime, flat), strict=True):
             if keeps:
                 values[id(parameter)] = value.to(device, copy=True)
-    with runtime.original_buffers(), rank0_buffers(runtime):
+    with original_buffers(runtime), rank0_buffers(runtime):
         plain = runtime.plain_state_dict(keep_vars=True)
     if not keeps:
         return {}

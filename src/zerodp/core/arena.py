@@ -31,7 +31,8 @@ class Slot:
         nbytes = numel * dtype.itemsize
         if not self.base or self.tensor.dtype != dtype or self.tensor.numel() != numel:
             self.cuts.clear()
-            self.tensor = self.buffer[:nbytes].view(dtype)
+            with torch.inference_mode(False):  # or training could not use it later
+                self.tensor = self.buffer[:nbytes].view(dtype)
             # Read, not assumed: how many references there are while nobody else looks at the buffer.
             self.base = self.references()
         self.nbytes, self.kind, self.label = nbytes, kind, label

@@ -76,11 +76,28 @@ class Handle:
             self.works = ()
         return self.result
 
+    def __del__(self) -> None:
+        # A model may be dropped while its last gathers are under way. Their buffers must outlive them: gloo would leave the
+        # messages unread, and everything behind them on the same connection.
+        if self.works and self.comm.broken is None:
+            _orphans.extend(self.works)
+
+
+_orphans: list[Any] = []
+
+
+def _finish_orphans() -> None:
+    """Before new groups or models: every rank has launched these, so they end."""
+    while _orphans:
+        with contextlib.suppress(RuntimeError):  # of a group that is gone
+            _orphans.pop().wait()
+
 
 class Comm:
     """All communication of one sharded model."""
 
     def __init__(self, mesh: Mesh, exact: bool, check: bool) -> None:
+        _finish_orphans()
         self.mesh, self.exact = mesh, exact
         self.pairwise = mesh.backend == "gloo"
         self.rows: dict[tuple[str, str, torch.dtype], CommRow] = {}

@@ -96,6 +96,8 @@ class Control:
             self._compare(rows)
             if bool(rows[:, self.MISSED].any()):
                 self.runtime.revise(key, bool(rows[:, self.ARRIVED].any()))
+            if key[0] == "backward" and key[3]:  # or the next backward's gradients would be added before this one's sum
+                self.runtime.reduce_waiting(rows)
 
     def _message(self, kind: Kind, argument: int) -> Tensor:
         fingerprint = self.runtime.pager.fingerprint

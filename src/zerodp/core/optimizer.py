@@ -223,10 +223,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         else:
                             casts.append((flat, segment, part))
             flat.stale = bool(with_gradient[flat]) and flat.optimized
-        if casts:
-            self._step_in_windows(casts)
-        else:
-            self._own_step()
+        try:
+            if casts:
+                self._step_in_windows(casts)
+            else:
+                self._own_step()
+        finally:
+            for segment in engine:
+                segment.grad = None  # or it would be taken for the next gradient, and keep this one's memory
 
     def _own_step(self) -> None:
         self._zerodp.stepping = True
@@ -297,4 +301,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def zero_grad(runtime: Runtime, set_to_none: bool) -> None:
     """Of all parameters of the model, reduced or waiting."""
+    runtime.end_failed()
     runtime.reducer.clear(runtime.flats(), keep_zeros=not set_to_none)

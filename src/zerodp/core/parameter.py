@@ -169,3 +169,12 @@ def _sharded_in(*values: Any) -> Iterator[Any]:
             yield from _sharded_in(*value)
         elif isinstance(value, dict):
             yield from _sharded_in(*value.values())
+
+
+def writes(use: str) -> bool:
+    """Whether a torch function's name says that it changes its first argument."""
+    if use.startswith("__"):
+        return use == "__setitem__" or (
+            use.startswith("__i") and use not in ("__index__", "__int__", "__invert__", "__iter__")
+        )
+    return use.endswith("_")

@@ -111,6 +111,7 @@ class Reducer:
         scale = self._late_scale(flat)
         if flat.keeps_scale:
             flat.grad_scale = self.loss_scale
+        promoted = flat.bucket is not None and flat.bucket.whole.dtype != flat.param_dtype
         bucket, slot = self._complete_bucket(flat)
         group, replicas, name = flat.group, flat.replicas, flat.unit.name
         borrowed: list[Slot] = [slot] if slot is not None else []
@@ -128,7 +129,7 @@ class Reducer:
             yield
             sums = [handle.wait() for handle in second]
         fresh = flat.grad is None
-        target = flat.grad_storage(self.arena) if fresh else flat.grad
+        target = flat.grad_storage(self.arena, promoted) if fresh else flat.grad
         assert target is not None
         gathers = []
         for parts, whole in zip(sums, target, strict=True):

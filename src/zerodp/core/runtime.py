@@ -6,9 +6,9 @@ calls `settle`. Everything they cause is launched in the order of the pass's lis
 
 from __future__ import annotations
 
-import contextlib
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from .arena import Arena
 from .comm import Comm
 from .control import Control, Kind
 from .pager import Pager
-from .parameter import Where
+from .parameter import Where, writes
 from .reducer import Reducer
 from .schedule import MAX_REVISIONS, REDUCE, Op, Order, Pass, backward_order, forward_order
 from .unit import Flat, Unit
@@ -112,8 +112,7 @@ class Runtime:
 
     def enter(self, module: nn.Module) -> bool:
         """A hooked module begins. True if this begins a pass, which is when inputs are cast."""
-        if self.passes and self.passes[-1].phase == "backward" and torch._C._current_graph_task_id() == -1:
-            self.end_backward()  # an exception ended that backward; the other ranks still expect its launches
+        self.end_failed()
         begins = not self.passes
         if begins:
             self.frames.clear()
@@ -130,6 +129,7 @@ class Runtime:
         """A hooked module ends, by an exception perhaps. True if this ended the pass."""
         if not self.frames:
             return False
+        self.end_failed()
         frame = self.frames.pop()
         for unit in frame.held + frame.faulted:
             self._unhold(unit)
@@ -170,6 +170,7 @@ class Runtime:
 
     def begin_backward(self, *_: Any) -> None:
         """Called by whatever autograd reaches first; may be called again."""
+        self.end_failed()
         if self.passes and self.passes[-1].phase == "backward":
             return
         self.control.look()
@@ -193,7 +194,12 @@ class Runtime:
         for unit in self.units:
             if not unit.pages:
                 unit.reveal()  # gradients are cheaper to take from parameters that trap nothing
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+        def ended() -> None:
+            self.end_backward()
+
+        current.alive = weakref.ref(ended)  # autograd holds it until it has called it, or thrown it away
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def _first_backward_order(self, trains: set[int]) -> list[Op]:
         """Built from the order of use just seen, on rank 0."""
@@ -246,6 +252,20 @@ class Runtime:
         self.passes.remove(current)
         self.forwards.clear()
         self.control.post(Kind.BACKWARD, current)
+
+    def end_failed(self) -> None:
+        """End a backward pass that an exception has ended; the other ranks may still expect its launches."""
+        if self.passes and self.passes[-1].failed:
+            self.end_backward()
+
+    def require_idle(self, what: str) -> None:
+        """
+        Raises:
+            ShardedError: a forward or backward pass is under way.
+        """
+        self.end_failed()
+        if self.passes:
+            raise ShardedError(f"{what} inside a forward or backward pass: parameters are gathered on use there")
 
     # ---- demand, launch, release
 
@@ -317,16 +337,21 @@ class Runtime:
 
     def settle(self, what: Kind, overflow: bool = False) -> Tensor:
         """All ranks are here, nothing is under way, and no gradient waits in a bucket anywhere. The result is the ranks' messages."""
+        self.end_failed()
         self.reducer.drain()
         rows = self.control.require(what, overflow=overflow)
+        self.reduce_waiting(rows)
+        self.reducer.drain()
+        return rows
+
+    def reduce_waiting(self, rows: Tensor) -> None:
+        """What came after its unit's reduction, on whatever rank."""
         if bool(rows[:, Control.WAITING].any()):
             waiting = self.control.mask(rows, Control.UNITS)
             for unit in (unit for unit in self.units if waiting >> unit.index & 1):
                 self.pager.fingerprint.add(REDUCE, unit.index)
                 self.event("reduce", unit)
                 self.reducer.launch(unit)
-            self.reducer.drain()
-        return rows
 
     def stepped(self) -> None:
         self.refresh()
@@ -363,19 +388,6 @@ class Runtime:
     def _versions(self) -> list[int]:
         return [piece._version for flat in self.flats() for piece in flat.shard]
 
-    @contextlib.contextmanager
-    def original_buffers(self) -> Iterator[None]:
-        """Inside, cast buffers are in their original dtype; what is written to them is kept."""
-        cast = [module._buffers[key] for module, key, _ in self.buffers]
-        for (module, key, dtype), buffer in zip(self.buffers, cast, strict=True):
-            module._buffers[key] = buffer.to(dtype)  # type: ignore[union-attr]
-        try:
-            yield
-        finally:
-            for (module, key, _), buffer in zip(self.buffers, cast, strict=True):
-                buffer.copy_(module._buffers[key])  # type: ignore[union-attr, arg-type]
-                module._buffers[key] = buffer
-
     def flats(self) -> Iterable[Flat]:
         return (flat for unit in self.units for flat in unit.flats)
 
@@ -385,12 +397,3 @@ class Runtime:
         if order.revisions < MAX_REVISIONS:
             record = self.comm.exchange_objects(order.record, "the new order of a pass")[0]
             order.revise([(kind, index) for kind, index in record], arrived)
-
-
-def writes(use: str) -> bool:
-    """Whether a torch function's name says that it changes its first argument."""
-    if use.startswith("__"):
-        return use == "__setitem__" or (
-            use.startswith("__i") and use not in ("__index__", "__int__", "__invert__", "__iter__")
-        )
-    return use.endswith("_")

@@ -10,7 +10,7 @@ This file knows units by number only.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,12 @@ class Pass:
     frozen: list[int] = field(default_factory=list)  # pages that no gradient will release
     arrived: bool = False
     synchronizes: bool = True
+    alive: Callable[[], Any] | None = None  # of a backward: None once autograd is done with it, or has failed
+
+    @property
+    def failed(self) -> bool:
+        """An exception has ended this backward, so that autograd will not say that it ends."""
+        return self.alive is not None and self.alive() is None
 
     def find(self, kind: str, unit: int) -> int | None:
         """Where the list has this ahead of the pointer."""

@@ -253,9 +253,9 @@ class Flat:
         self.bucket = self.bucket_slot = None
         return taken
 
-    def grad_storage(self, arena: Arena) -> list[Tensor]:
-        """Where the first reduced gradient after zero_grad goes."""
-        if self.persistent is not None:
+    def grad_storage(self, arena: Arena, promoted: bool) -> list[Tensor]:
+        """Where the first reduced gradient after zero_grad goes; one that was added up in fp32 is not rounded again."""
+        if self.persistent is not None and (not promoted or self.grad_dtype == self.param_dtype):
             return [parts[self.group.rank] for parts in self.persistent.parts]
         return self._divided(arena.allocate(self.layout.shard_numel, self.grad_dtype, "gradients"))
 
