@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zerodp
 from tests.ranks.oracle import Task, adamw, all_close, close, parity, rows, same
 from tests.ranks.pool import on_ranks
+from tests.ranks.test_situations import SITUATIONS
 from tests.ranks.toys import Net, ToyA, X, toy_b
 
 case = pytest.mark.case
@@ -144,6 +145,14 @@ def test_one_rank_is_an_ordinary_case(stage: int) -> None:
     assert "0.weight" in optimizer.state_dict()["state"]
     model, optimizer = zerodp.unshard(model, optimizer)
     assert type(model) is nn.Sequential
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_every_situation_on_one_rank(situation: str) -> None:
+    task = SITUATIONS[situation]
+    for stage in range(4):
+        parity(task, stage=stage)
 
 
 @on_ranks(2, 3, 4)

@@ -135,7 +135,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients (or set those that exist to zero)."""
-        zero_grad(self._zerodp.runtime, set_to_none)
+        engine = self._zerodp
+        own: dict[Flat, set[int]] = {}
+        for flat, index in (member for group in engine.members for member in group):
+            own.setdefault(flat, set()).add(index)
+        zero_grad(engine.runtime, set_to_none, own)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of this rank's segments, or a skipped step that all ranks agree on (a collective)."""
@@ -299,7 +303,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return False
 
 
-def zero_grad(runtime: Runtime, set_to_none: bool) -> None:
-    """Of all parameters of the model, reduced or waiting."""
+def zero_grad(runtime: Runtime, set_to_none: bool, only: dict[Flat, set[int]] | None = None) -> None:
+    """Of all parameters of the model, or of `only` these (flat -> indices), reduced or waiting."""
     runtime.end_failed()
-    runtime.reducer.clear(runtime.flats(), keep_zeros=not set_to_none)
+    for flat in runtime.flats():
+        chosen = set(range(len(flat.parameters))) if only is None else only.get(flat, set())
+        runtime.reducer.clear(flat, chosen, keep_zeros=not set_to_none)

@@ -23,8 +23,10 @@ class Pager:
         self.units, self.prefetch, self.runtime = units, prefetch, runtime
         self.cache = Cache(budget_bytes)
         self.fingerprint = Fingerprint()
+        self.wanted: Unit | None = None  # on its way to being shown
 
     def page_in(self, unit: Unit, current: Pass) -> None:
+        self.wanted = unit
         current.record.append((GATHER, unit.index))
         position = current.ahead.pop(unit.index, None)
         if position is None:
@@ -45,6 +47,7 @@ class Pager:
             ):  # the backward of a unit without gradients ends unseen; when the next but one begins, it has
                 self.let_go(self.units[current.frozen.pop(0)])
         self._prefetch(current)
+        self.wanted = None
 
     def _prefetch(self, current: Pass) -> None:
         ops = current.order.ops
@@ -96,8 +99,8 @@ class Pager:
         current = self.runtime.passes[-1]
         soonest = current.phase == "backward" or bool(current.key[2])
         for gone in self.cache.admit(unit, soonest):
-            if not gone.visible:
-                self.let_go(gone)
+            if not gone.visible and gone is not self.wanted and gone.index not in current.ahead:
+                self.let_go(gone)  # the others go when this rank is done with them
         return came
 
     def _take_part(self, unit: Unit) -> None:

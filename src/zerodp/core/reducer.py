@@ -7,7 +7,7 @@ When to launch what is the runtime's business; the optimizer reads `flat.grad`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -200,26 +200,31 @@ class Reducer:
     def forget(self, flat: Flat, index: int) -> None:
         """As if this parameter had got no gradient since zero_grad."""
         self.drain()
+        self._zero(flat, index)
         flat.has_grad.discard(index)
+
+    def clear(self, flat: Flat, chosen: set[int], keep_zeros: bool = False) -> None:
+        """zero_grad of the chosen parameters: drop (or zero) what was reduced and what still waits in the bucket."""
+        self.drain()
+        rest = {index for index, p in enumerate(flat.parameters) if p.requires_grad} - chosen
+        if keep_zeros or rest:
+            for index in chosen:
+                self._zero(flat, index)
+            if not keep_zeros:
+                flat.has_grad -= chosen
+            return
+        flat.clear_grad(self.arena)
+        _, slot = flat.take_bucket()
+        if slot is not None:
+            self.arena.give(slot)
+        flat.filled.clear()
+        flat.grad_scale = 1.0
+
+    def _zero(self, flat: Flat, index: int) -> None:
         if flat.bucket is not None and index in flat.filled:
             flat.bucket.views[index].zero_()
         for view in parts_of(flat, flat.grad, index):
             view.zero_()
-
-    def clear(self, flats: Iterable[Flat], keep_zeros: bool = False) -> None:
-        """zero_grad: drop (or zero) what was reduced and what still waits in buckets."""
-        self.drain()
-        for flat in flats:
-            if keep_zeros and flat.grad is not None:
-                for piece in flat.grad:
-                    piece.zero_()
-            else:
-                flat.clear_grad(self.arena)
-            _, slot = flat.take_bucket()
-            if slot is not None:
-                self.arena.give(slot)
-            flat.filled.clear()
-            flat.grad_scale = 1.0
 
 
 def parts_of(flat: Flat, pieces: list[Tensor] | None, index: int) -> list[Tensor]:

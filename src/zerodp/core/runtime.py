@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..config import Config
 from ..errors import ShardedError
@@ -293,6 +294,14 @@ class Runtime:
         """This rank needs the unit's parameters now."""
         if unit.visible:
             return
+        if torch._C._len_torch_dispatch_stack() > 0:
+            # selective checkpointing watches every operation of the model; bringing a page is none of them
+            with _disable_current_modes():
+                self._bring(unit)
+        else:
+            self._bring(unit)
+
+    def _bring(self, unit: Unit) -> None:
         if unit.pages:
             if not self.passes:
                 raise ShardedError(
