@@ -242,7 +242,7 @@ class Oracle:
         for name, parameter in self.master.named_parameters():
             parameter.grad = self.gradients.get(name)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.master.zero_grad()  # what goes on adding up is kept here, and given again
         given = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         ungiven = {
             name for name, p in self.master.named_parameters() if id(p) not in given
