@@ -58,6 +58,15 @@ class Where:
         return self.flat.names[self.index]
 
 
+class Note:
+    """What autograd saves in place of a view of a page: where to find it again."""
+
+    __slots__ = ("flat", "offset", "size", "stride")
+
+    def __init__(self, flat: Flat, offset: int, size: torch.Size, stride: tuple[int, ...]) -> None:
+        self.flat, self.offset, self.size, self.stride = flat, offset, size, stride
+
+
 class Sharded:
     """Mixin of every twin class."""
 
@@ -105,6 +114,11 @@ class Sharded:
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if (
+            _plainly(grad_of, self) is not None
+        ):  # one that has just come: the user's hook may change it before we take it
+            with torch._C.DisableTorchFunctionSubclass():
+                return set_grad(self, value)  # type: ignore[no-any-return]
         if value is not None:
             raise ShardedError(
                 f"the gradient of parameter {self._zerodp.name!r} lives in shards; write it through zerodp.local_shards(model, kind='gradients')"

@@ -22,7 +22,7 @@ from .arena import Arena
 from .comm import Comm
 from .control import Control, Kind
 from .pager import Pager
-from .parameter import Where, writes
+from .parameter import Note, Where, writes
 from .reducer import Reducer
 from .schedule import MAX_REVISIONS, REDUCE, Op, Order, Pass, backward_order, forward_order
 from .unit import Flat, Unit
@@ -45,15 +45,6 @@ class Frame:
 
     held: list[Unit] = field(default_factory=list)
     faulted: list[Unit] = field(default_factory=list)
-
-
-class Note:
-    """What autograd saves in place of a view of a page: where to find it again."""
-
-    __slots__ = ("flat", "offset", "size", "stride")
-
-    def __init__(self, flat: Flat, offset: int, size: torch.Size, stride: tuple[int, ...]) -> None:
-        self.flat, self.offset, self.size, self.stride = flat, offset, size, stride
 
 
 class Runtime:
