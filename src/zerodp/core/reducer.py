@@ -143,6 +143,8 @@ class Reducer:
         flat.grad = target
         for handle in gathers:
             handle.wait()
+        first.clear()  # with the results, which are views of what is given back
+        del parts, sums, mine, whole, bucket
         for slot in borrowed:
             self.arena.give(slot)
 
