@@ -31,6 +31,9 @@ class Watch:
         self.history: deque[tuple[str, int, str]] = deque(maxlen=64)  # (lane, sequence, what)
         self.models: dict[tuple[int, ...], int] = {}
         self.thread: threading.Thread | None = None
+        # of the thread: the wait it saw last, since when, whether the others know of it, and what seemed wrong
+        self.seen: tuple[str, int] | None = None
+        self.since, self.published, self.suspicion = 0.0, False, ""
 
     # ---- kept by the engine
 
@@ -76,33 +79,33 @@ class Watch:
     # ---- the thread
 
     def _run(self) -> None:
-        seen: Handle | None = None
-        since, published, suspicion = 0.0, False, ""
         while True:
             time.sleep(INTERVAL)
-            handle = self.current
             try:
-                if handle is None or handle is not seen or not handle.comm.watched:
-                    seen, since, suspicion = handle, time.monotonic(), ""
-                    if published:
-                        _publish({})
-                        published = False
-                elif time.monotonic() - since > PATIENCE:
-                    if not published:
-                        _publish(self._state(handle))
-                        published = True
-                    if _store().check([f"verdict/{handle.comm.number}"]):
-                        handle.comm.sever()  # a rank that this one waits for has met an error and gone on
-                    found = stuck(_states(handle), dist.get_rank())
-                    if found and found == suspicion and self.current is handle:
-                        self._raise_alarm(handle, found)
-                        found = ""
-                    suspicion = found
-            except (RuntimeError, ValueError):
-                seen, published = (
-                    None,
-                    False,
-                )  # no store, or no longer: rank 0 is gone, which the connections tell as well
+                self._glance()
+            except (RuntimeError, ValueError):  # no store any more: rank 0 is gone, which the connections tell as well
+                self.seen, self.published = None, False
+
+    def _glance(self) -> None:
+        """A method of its own, so that no handle, with the memory of its result, is held while the thread sleeps."""
+        handle = self.current
+        wait = None if handle is None or not handle.comm.watched else (handle.lane, handle.sequence)
+        if handle is None or wait is None or wait != self.seen:
+            self.seen, self.since, self.suspicion = wait, time.monotonic(), ""
+            if self.published:
+                _publish({})
+                self.published = False
+        elif time.monotonic() - self.since > PATIENCE:
+            if not self.published:
+                _publish(self._state(handle))
+                self.published = True
+            if _store().check([f"verdict/{handle.comm.number}"]):
+                handle.comm.sever()  # a rank that this one waits for has met an error and gone on
+            found = stuck(_states(handle), dist.get_rank())
+            if found and found == self.suspicion and self.current is handle:
+                self._raise_alarm(handle, found)
+                found = ""
+            self.suspicion = found
 
     def _state(self, handle: Handle) -> dict[str, Any]:
         model = handle.comm.number + ":"
