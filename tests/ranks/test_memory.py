@@ -241,7 +241,7 @@ def test_unsharded_budget_is_kept_to(budget: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_constant_over_200_steps(precision: str | None, stage: int) -> None:
-    model = Net()
+    model = Net(depth=1)
     model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[Block], precision=precision)
     seen = []
     for step in range(200):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerodp
-from tests.ranks.oracle import Task, adamw, all_close, close, parity, rows, same
+from tests.ranks.oracle import Task, adamw, all_close, close, parity, rows, run, same
 from tests.ranks.pool import on_ranks
 from tests.ranks.test_situations import SITUATIONS
 from tests.ranks.toys import Net, ToyA, X, toy_b
@@ -115,14 +115,14 @@ def slowed(method: Callable[..., Any], seed: int) -> Callable[..., Any]:
 def test_slow_and_uneven_communication_changes_nothing(stage: int) -> None:
     from zerodp.core.comm import Comm, Handle
 
-    task = Task(toy_b, rows(3), optimizer=adamw, steps=20)
+    task = Task(toy_b, rows(3), optimizer=adamw, steps=20, brief=True)
     options = {"stage": stage, "units": [nn.Linear], "bucket_bytes": 256}
     reference = parity(task, prefetch=0, **options)
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((Comm, "all_gather"), (Comm, "reduce_scatter"), (Handle, "wait")):
             patch.setattr(owner, name, slowed(getattr(owner, name), seed=dist.get_rank()))
-        for prefetch in (0, 1, 2):
-            records = parity(task, prefetch=prefetch, **options)
+        for prefetch in (0, 2):
+            records = run(task, prefetch=prefetch, **options)
             assert all(tensor.isfinite().all() for tensor in records[-1].parameters.values())
             same(records, reference)
 
