@@ -80,7 +80,7 @@ class Pager:
             self.let_go(self.units[oldest])
 
     def _launch(self, op: Op) -> bool:
-        """Launch one operation of the list. True if a page came that was not here."""
+        """Launch one operation of the list. True if a page came that was not here, or is kept and may be dropped before its use."""
         kind, index = op
         unit = self.units[index]
         if kind == REDUCE:
@@ -89,7 +89,7 @@ class Pager:
             self.runtime.reducer.launch(unit)
             return False
         if unit.kept or unit.opened:
-            return False
+            return True
         self.fingerprint.add(kind, index)
         came = not unit.present
         if came:
