@@ -39,6 +39,12 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+def baseline() -> int:
+    """Live bytes before a test. What earlier tests left under way when they dropped their models ends with the next shard()."""
+    zerodp.shard(nn.Linear(1, 1))
+    return live_bytes()
+
+
 def bytes_of(model: nn.Module, kinds: tuple[str, ...] = MODEL_STATES) -> int:
     now = zerodp.stats(model).memory.now
     return sum(now[kind] for kind in kinds)
@@ -83,7 +89,7 @@ def test_model_states_in_fp32(stage: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_ledger_agrees_with_the_tensors_that_live(precision: str | None, stage: int) -> None:
-    before = live_bytes()
+    before = baseline()
     model = aligned(layers=6, width=128)
     model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[nn.Linear], precision=precision)
     for _ in range(2):
@@ -249,20 +255,21 @@ def test_constant_over_200_steps(precision: str | None, stage: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step in (5, 199):
-            memory = zerodp.stats(model).memory
-            seen.append((memory.now, memory.peak, memory.total_peak, live_bytes()))
-    assert seen[0] == seen[1]
+            seen.append((zerodp.stats(model).memory, live_bytes()))
+    (first, first_live), (last, last_live) = seen
+    assert (last.now, last.peak, last.total_peak) == (first.now, first.peak, first.total_peak)
+    assert abs(last_live - first_live) < 1024  # a control message may be under way
 
 
 @on_ranks(2)
 def test_nothing_is_left_when_model_and_optimizer_go(stage: int) -> None:
-    before = live_bytes()
+    before = baseline()
     model = aligned()
     model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[nn.Linear])
     squares(model, torch.ones(2, 64)).backward()
     optimizer.step()
     del model, optimizer
-    assert live_bytes() - before < 1024
+    assert abs(baseline() - before) < 1024
 
 
 @on_ranks(2)
