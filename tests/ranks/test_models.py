@@ -110,8 +110,8 @@ def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, dropout=0.1, batch_first=True)
+def encoder(dropout: float = 0.1) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, dropout, batch_first=True)
     body = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
     return nn.Sequential(nn.Embedding(VOCAB, WIDTH), body, nn.Linear(WIDTH, VOCAB))
 
@@ -194,8 +194,11 @@ def few_tokens(step: int, micro: int, rank: int) -> Tensor:
     return tokens(step, micro, rank)[:1, : 2 + (step + rank) % 2]
 
 
+CACHED = {"prefetch": 3, "unsharded_bytes": 50_000}
+
+
 @on_ranks(2, 3)
-@pytest.mark.parametrize("options", [{}, {"prefetch": 3, "unsharded_bytes": 50_000}], ids=["", "cached"])
+@pytest.mark.parametrize(("stage", "options"), [(0, {}), (1, {}), (2, {}), (3, {}), (3, CACHED)])
 def test_mixtral_whose_ranks_use_other_experts(options: dict[str, Any], stage: int, world_size: int) -> None:
     task = Task(mixtral_in_modules, few_tokens, language_loss, optimizer=adamw, steps=5, reduction="sum")
     called: set[tuple[int, str]] = set()
