@@ -135,11 +135,11 @@ class Pager:
         """All expected gradients of the unit are in: reduce it, and let its page go."""
         if current.synchronizes:
             current.record.append((REDUCE, unit.index))
-            at = current.find(REDUCE, unit.index)
-            if at is None:
+            current.complete.add(unit.index)
+            if current.find(REDUCE, unit.index) is None:
                 current.missed = True
-            else:
-                self.launch_through(current, at)
+            elif (last := current.reducible()) is not None:
+                self.launch_through(current, last)
         if unit.pages and unit.holders == 0:
             self.release(unit)
 
