@@ -244,11 +244,10 @@ def rank0_buffers(runtime: Runtime) -> Iterator[None]:
 def load(runtime: Runtime, state_dict: Any, plainly: Callable[[], Any]) -> Any:
     """Run torch's own load on whole parameters, then take what changed into the shards."""
     problem, result = _two_values(runtime, state_dict), None
-    runtime.control.share(problem)
     with whole(runtime):
         before = {flat: [p.data.clone() for p in flat.parameters] for flat in runtime.flats()}
         try:
-            result = plainly()
+            result = plainly() if problem is None else None
         except RuntimeError as error:
             problem = CheckpointError(str(error))
         runtime.control.share(problem)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ..errors import RankMismatchError, ZeroError
 from .mesh import Group, Mesh, drop_groups
@@ -27,9 +28,21 @@ from .watch import WATCH
 
 GATHER, REDUCE, CONTROL = 0, 1, 2  # lanes: none waits behind another
 
-# torch 2.13 renames these; older releases have only the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renames these; older releases have only the old names. The group's own methods: what torch.distributed wraps
+# around them costs as much again.
+_all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+_all_to_all = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+
+
+def _asynchronous(options: Any) -> Any:
+    options.asyncOp = True
+    return options
+
+
+_GATHERS = _asynchronous(distributed_c10d.AllgatherOptions())
+_SCATTERS = _asynchronous(distributed_c10d.ReduceScatterOptions())
+_EXCHANGES = _asynchronous(distributed_c10d.AllToAllOptions())
 
 
 @dataclass
@@ -138,7 +151,7 @@ class Comm:
             for peer in group.peers:
                 works += (pg.recv([parts[peer]], peer, tag), pg.send(own, peer, tag))
         else:
-            works = [_all_gather(out, parts[group.rank], group=pg, async_op=True)]
+            works = [_all_gather(pg, out, parts[group.rank], _GATHERS)]
         return Handle(self, works, group, GATHER, what)
 
     def receive_numel(self, numel: int, group: Group) -> int:
@@ -173,7 +186,7 @@ class Comm:
         if not self.exact:
             return Handle(
                 self,
-                [_reduce_scatter(receive, bucket, group=pg, async_op=True)],
+                [_reduce_scatter(pg, receive, bucket, _SCATTERS)],
                 group,
                 REDUCE,
                 what,
@@ -183,7 +196,7 @@ class Comm:
         if not self.pairwise:
             return Handle(
                 self,
-                [dist.all_to_all_single(receive, bucket, group=pg, async_op=True)],
+                [_all_to_all(pg, receive, bucket, [], [], _EXCHANGES)],
                 group,
                 REDUCE,
                 what,
@@ -220,7 +233,7 @@ class Comm:
             return Handle(self, (), world, CONTROL, what, message.expand(world.size, -1))
         self._raise_if_broken()
         out = message.new_empty(world.size * message.numel())
-        work = _all_gather(out, message, group=self.mesh.control, async_op=True)
+        work = _all_gather(self.mesh.control, out, message, _GATHERS)
         return Handle(self, [work], world, CONTROL, what, out.view(world.size, -1))
 
     def exchange_objects(self, value: Any, what: str) -> list[Any]:

@@ -36,23 +36,25 @@ class Reducer:
 
     def accept(self, flat: Flat, index: int, parameter: Any) -> bool:
         """Move this rank's finished gradient of one parameter into the bucket."""
-        if not flat.unit.visible or torch.is_grad_enabled():  # hidden parameters trap uses; create_graph records them
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                return self._accept(flat, index, parameter)
-        return self._accept(flat, index, parameter)
+        if flat.unit.visible and not torch.is_grad_enabled():
+            return self._accept(flat, index, parameter, parameter.grad)
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            torch.no_grad(),
+        ):  # hidden parameters trap uses; create_graph records them
+            return self._accept(flat, index, parameter, grad_of(parameter))
 
-    def _accept(self, flat: Flat, index: int, parameter: Any) -> bool:
-        grad = grad_of(parameter)
+    def _accept(self, flat: Flat, index: int, parameter: Any, grad: Tensor | None) -> bool:
         if grad is None:
             return False
+        if flat.bucket is None:
+            self._open(flat)
+        view = flat.bucket.views[index]  # type: ignore[union-attr]
+        scale = self._early[flat]
         if grad.is_sparse:
             raise ConfigError(
                 f"parameter {flat.names[index]!r} got a sparse gradient; build its module with sparse=False"
             )
-        if flat.bucket is None:
-            self._open(flat)
-        view = flat.bucket.views[index]  # type: ignore[union-attr]
-        scale = self._early_scale(flat)
         if index in flat.filled:
             if view.dtype.itemsize < 4:
                 flat.promote_bucket(self.arena)
@@ -71,13 +73,10 @@ class Reducer:
         if flat.persistent is not None and any(busy is flat for busy, _ in self.under_way):
             self.drain()
         flat.open_bucket(self.arena)
-
-    def _early_scale(self, flat: Flat) -> Tensor | None:
-        """The mean's 1/N costs nothing while copying; 16-bit gradients would lose small values, so theirs comes after the sum."""
         if flat not in self._early:
+            # The mean's 1/N costs nothing while copying; 16-bit gradients would lose small values, so theirs comes after the sum.
             early = self.mean and flat.param_dtype.itemsize >= 4 and self._contributors(flat) > 1
             self._early[flat] = torch.tensor(1.0 / self._contributors(flat), dtype=torch.float64) if early else None
-        return self._early[flat]
 
     def _late_scale(self, flat: Flat) -> float:
         scale = 1.0 / self._contributors(flat) if self.mean and flat.param_dtype.itemsize < 4 else 1.0
