@@ -114,6 +114,10 @@ class Arena:
         self.settle()
         return [(slot.label, slot.nbytes) for slot in self.limbo]
 
+    def drop_idle(self) -> None:
+        """Let go of every buffer that nobody uses now."""
+        self._trim(self.lent_peak)
+
     def _trim(self, needed: int) -> None:
         for size in sorted(self.idle, reverse=True):
             slots = self.idle[size]

@@ -154,18 +154,21 @@ class Comm:
             works = [_all_gather(pg, out, parts[group.rank], _GATHERS)]
         return Handle(self, works, group, GATHER, what)
 
-    def receive_numel(self, numel: int, group: Group) -> int:
-        """Elements of receive space that `reduce_scatter` of `numel` elements needs."""
+    def receive_parts(self, group: Group) -> int:
+        """How many ranks' parts of space `reduce_scatter` needs to receive."""
         if group.size == 1:
             return 0
-        if not self.exact:
-            return numel // group.size
-        return numel // group.size * (group.size - 1 if self.pairwise else group.size)
+        return 1 if not self.exact else group.size - 1 if self.pairwise else group.size
+
+    @property
+    def lands(self) -> bool:
+        """Whether one of the received parts may lie apart from the others."""
+        return self.pairwise or not self.exact
 
     def reduce_scatter(
         self,
         bucket: Tensor,
-        receive: Tensor,
+        receive: list[Tensor],
         group: Group,
         unit: str,
         parts: Sequence[Tensor] | None = None,
@@ -173,7 +176,8 @@ class Comm:
     ) -> Handle:
         """Send each rank its part of `bucket` [size * n]. The result is a list of [n] whose sum, in that order, is this rank's.
 
-        receive: `receive_numel` elements; parts: the ranks' parts of `bucket`, where the caller has them.
+        receive: `receive_parts` tensors [n], one behind the other in memory unless `lands`; parts: the ranks' parts of
+        `bucket`, where the caller has them.
         """
         n = bucket.numel() // group.size
         if parts is None:
@@ -183,31 +187,18 @@ class Comm:
         self.count(op, unit, bucket.dtype, n * (group.size - 1), 1)
         what = f"the reduction of unit {unit!r}"
         pg = self._lane(group, REDUCE, what)
-        if not self.exact:
-            return Handle(
-                self,
-                [_reduce_scatter(pg, receive, bucket, _SCATTERS)],
-                group,
-                REDUCE,
-                what,
-                [receive],
-            )
-        space = list(receive.view(-1, n).unbind())
-        if not self.pairwise:
-            return Handle(
-                self,
-                [_all_to_all(pg, receive, bucket, [], [], _EXCHANGES)],
-                group,
-                REDUCE,
-                what,
-                space,
-            )
         works: list[Any] = []
-        tag = _tag(self.number, unit)
-        for peer in group.peers:
-            works += (pg.recv([space[peer - (peer > group.rank)]], peer, tag), pg.send([parts[peer]], peer, tag))
-        space.insert(group.rank, parts[group.rank])
-        return Handle(self, works, group, REDUCE, what, space)
+        if not self.exact:
+            works = [_reduce_scatter(pg, receive[0], bucket, _SCATTERS)]
+        elif self.pairwise:
+            tag = _tag(self.number, unit)
+            for space, peer in zip(receive, group.peers, strict=True):
+                works += (pg.recv([space], peer, tag), pg.send([parts[peer]], peer, tag))
+            receive = [*receive[: group.rank], parts[group.rank], *receive[group.rank :]]
+        else:
+            whole = receive[0].as_strided((bucket.numel(),), (1,))
+            works = [_all_to_all(pg, whole, bucket, [], [], _EXCHANGES)]
+        return Handle(self, works, group, REDUCE, what, receive)
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """Rank 0's values to every rank of the mesh; waits."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -114,9 +115,10 @@ class Reducer:
         bucket, slot = self._complete_bucket(flat)
         group, replicas, name = flat.group, flat.replicas, flat.unit.name
         borrowed: list[Slot] = [slot] if slot is not None else []
+        target = self._landing(flat, bucket) if replicas.size == 1 else None
         first = [
-            self._send(piece, group, name, "reduce_scatter", borrowed, parts)
-            for piece, parts in zip(bucket.pieces, bucket.parts, strict=True)
+            self._send(piece, group, name, "reduce_scatter", borrowed, parts, landing)
+            for piece, parts, landing in zip(bucket.pieces, bucket.parts, target or repeat(None), strict=False)
         ]
         yield
         sums = [handle.wait() for handle in first]
@@ -128,8 +130,8 @@ class Reducer:
             yield
             sums = [handle.wait() for handle in second]
         fresh = flat.grad is None
-        target = flat.grad_storage(self.arena, promoted) if fresh else flat.grad
-        assert target is not None
+        if target is None:
+            target = flat.grad or flat.grad_storage(self.arena, promoted)
         gathers = []
         for parts, whole in zip(sums, target, strict=True):
             mine = whole if replicas.size == 1 else whole.view(replicas.size, -1)[replicas.rank]
@@ -169,13 +171,31 @@ class Reducer:
             bucket, slot = wire.cut(flat.key, flat.cut), wire
         return bucket, slot
 
-    def _send(self, piece: Tensor, group: Group, name: str, op: str, borrowed: list[Slot], parts: Any = None) -> Handle:
-        receive = self.comm.receive_numel(piece.numel(), group)
-        if not receive:
-            return self.comm.reduce_scatter(piece, piece, group, name, parts, op)
-        slot = self.arena.take(receive, piece.dtype, "buckets", name)
-        borrowed.append(slot)
-        return self.comm.reduce_scatter(piece, slot.tensor, group, name, parts, op)
+    def _landing(self, flat: Flat, bucket: Cut) -> list[Tensor] | None:
+        """The place of a first gradient, where one of the other ranks' parts can arrive right there."""
+        busy = any(flat is other for other, _ in self.under_way)
+        if not self.comm.lands or flat.group.size == 1 or flat.persistent is not None or flat.grad is not None or busy:
+            return None
+        return flat.grad_storage(self.arena, False) if flat.grad_dtype == bucket.whole.dtype else None
+
+    def _send(
+        self,
+        piece: Tensor,
+        group: Group,
+        name: str,
+        op: str,
+        borrowed: list[Slot],
+        parts: Any = None,
+        landing: Tensor | None = None,
+    ) -> Handle:
+        receive = [] if landing is None else [landing]
+        needed = self.comm.receive_parts(group) - len(receive)
+        if needed > 0:
+            numel = piece.numel() // group.size
+            slot = self.arena.take(needed * numel, piece.dtype, "buckets", name)
+            borrowed.append(slot)
+            receive += slot.tensor.view(needed, numel).unbind()
+        return self.comm.reduce_scatter(piece, receive, group, name, parts, op)
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor | None, borrowed: list[Slot], scale: float = 1.0) -> Tensor:
         """parts[0] + parts[1] + ... in that order, in at least fp32, times `scale`, into `out` (or into space of ours)."""
