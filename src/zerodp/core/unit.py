@@ -6,6 +6,7 @@ concern one rank: launch the gather, show, hide, free. When a page comes or goes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -90,12 +91,12 @@ class Flat:
 
     # ---- set-up
 
-    def fill(self, arena: Arena, comm: Comm) -> None:
-        """Take the values of rank 0's parameters, keep this rank's shard, and hide the parameters."""
+    def fill(self, arena: Arena, comm: Comm, values: Sequence[Tensor]) -> None:
+        """Take rank 0's `values` of the parameters, keep this rank's shard, and hide the parameters."""
         dtype = self.shard_dtype
         whole = torch.zeros(self.layout.padded_numel, dtype=dtype, device=arena.device)
-        for parameter, (size, stride, offset) in zip(self.parameters, self.shapes, strict=True):
-            whole.as_strided(size, stride, offset).copy_(parameter.detach())
+        for value, (size, stride, offset) in zip(values, self.shapes, strict=True):
+            whole.as_strided(size, stride, offset).copy_(value)
         comm.broadcast(whole, self.unit.name)
         stays = not self.pages
         if stays and dtype == self.param_dtype:
