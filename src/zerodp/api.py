@@ -179,6 +179,7 @@ def _assemble(
     runtime.optimizer = None
     if optimizer is not None:
         runtime.optimizer = _take_optimizer(optimizer, plain, runtime, scaler)
+    arena.clear()
     comm.rows.clear()  # counting begins with the first pass
     return model, runtime.optimizer
 

@@ -125,6 +125,13 @@ class Arena:
         while self.idle and self.reserved + needed > self.lent_peak:
             self.reserved -= self.idle.pop().size
 
+    def clear(self) -> None:
+        """Let go of idle buffers, and begin to count peaks anew."""
+        self.settle()
+        self.reserved -= sum(slot.size for slot in self.idle)
+        self.idle.clear()
+        self.reset_peaks()
+
     # ---- long-lived memory
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:

@@ -56,7 +56,7 @@ class Call:
     function: Callable[[], Any]
     what: str
     shares: bool
-    state: Tensor = field(default_factory=torch.get_rng_state)  # of the random numbers before it
+    state: Tensor = field(init=False)  # of the random numbers before it
     writes: set[int] = field(default_factory=set)  # ids of parameters
 
 
@@ -95,7 +95,7 @@ class Initialised:
             resume = torch.get_rng_state()
             for call in self.calls:
                 if call.writes & missing:
-                    torch.set_rng_state(call.state)
+                    torch.set_rng_state(call.state.clone())  # it takes whole storages only
                     self._run(call, made, missing)
             torch.set_rng_state(resume)
         for parameter in flat.parameters:
@@ -111,12 +111,14 @@ class Initialised:
         """Run every call that may write what is wanted. Parameters are let go of at once, buffers stay."""
         done, before = [], torch.get_rng_state()
         try:
-            for call in _calls(model):
-                if any(id(tensor) in self.wanted for _, tensor in self._reach(call)):
-                    call.state = torch.get_rng_state()
-                    call.writes = self._run(call, {}, self.wanted)
-                    if call.writes:
-                        done.append(call)
+            calls = [c for c in _calls(model) if any(id(t) in self.wanted for _, t in self._reach(c))]
+            # In one block: small ones that stay, each where a stand-in was before, would keep those of the next call out of there.
+            states = torch.empty(len(calls), len(before), dtype=before.dtype)
+            for call, state in zip(calls, states, strict=True):
+                call.state = state.copy_(torch.get_rng_state())
+                call.writes = self._run(call, {}, self.wanted)
+                if call.writes:
+                    done.append(call)
             without = self.wanted - set().union(self.buffers, *(call.writes for call in done))
             if without:
                 raise ConfigError(
