@@ -246,13 +246,20 @@ def test_optimizers_with_state_from_the_start_need_values() -> None:
 # ---- weights
 
 
-def saved(model: nn.Module, path: Path, **changes: Any) -> Path:
-    """The model's state dict as a safetensors file, written by rank 0, with some tensors changed or (None) left out."""
+def saved(model: nn.Module, path: Path, **changes: Any) -> str:
+    """The model's state dict in a safetensors file of rank 0's, with some tensors changed or (None) left out."""
     state = {k: v.detach().clone() for k, v in model.state_dict().items() if k not in changes}
     state.update({k: v for k, v in changes.items() if v is not None})
     if dist.get_rank() == 0:
         safetensors.torch.save_file(state, path)
-    return path
+    return shared(str(path))
+
+
+def shared(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
 @on_ranks(2)
@@ -264,11 +271,10 @@ def test_weights_of_a_file(make: str, stage: int, tmp_path: Path) -> None:
     first = next(iter(real.state_dict()))
     wide = {first: real.state_dict()[first].double()}
     path = saved(real, tmp_path / "some.safetensors", **wide)
-    everyone = [{k: v.clone() for k, v in real.state_dict().items()}]
-    dist.broadcast_object_list(everyone)
+    expected = shared({k: v.clone() for k, v in real.state_dict().items()})
     for net in (on_meta(MODELS[make]), MODELS[make]()):
         net, _ = zerodp.shard(net, stage=stage, weights=path)
-        all_close("values", copied(dict(net.state_dict())), everyone[0])
+        all_close("values", copied(dict(net.state_dict())), expected)
 
 
 @on_ranks(2)
@@ -276,14 +282,13 @@ def test_weights_of_a_file(make: str, stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_weights_of_a_hugging_face_folder(make: Callable[[], Any], size: str, tmp_path: Path) -> None:
     """In one file or several; what it leaves out because it is tied, or computes anew, is there."""
-    folder = [str(tmp_path)]
-    dist.broadcast_object_list(folder)
+    folder = shared(str(tmp_path))
     torch.manual_seed(4)
     real = make()
     if dist.get_rank() == 0:
-        real.save_pretrained(folder[0], max_shard_size=size)
-        assert (len(list(Path(folder[0]).glob("*.safetensors"))) > 2) == (size == "20KB")
-    net, _ = zerodp.shard(on_meta(make), weights=folder[0])
+        real.save_pretrained(folder, max_shard_size=size)
+        assert (len(list(Path(folder).glob("*.safetensors"))) > 2) == (size == "20KB")
+    net, _ = zerodp.shard(on_meta(make), weights=folder)
     all_close("values", everything(net), everything(real))
 
 
@@ -292,10 +297,9 @@ def test_weights_of_a_model_without_its_head(tmp_path: Path) -> None:
     """As the folders of base models are: names lack the prefix."""
     real = gpt2()
     path = saved(real.transformer, tmp_path / "base.safetensors")
-    everyone = [everything(real)]
-    dist.broadcast_object_list(everyone)
+    expected = shared(everything(real))
     net, _ = zerodp.shard(on_meta(gpt2), weights=path)
-    all_close("values", everything(net), everyone[0])
+    all_close("values", everything(net), expected)
 
 
 @on_ranks(2)
@@ -349,10 +353,9 @@ UNREADABLE = {
 @on_ranks(2)
 @pytest.mark.parametrize("make", UNREADABLE)
 def test_weights_that_cannot_be_read(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    path = [str(make(tmp_path)) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(path)
+    path = shared(str(make(tmp_path)) if dist.get_rank() == 0 else "")
     with pytest.raises(zerodp.CheckpointError, match=UNREADABLE[make]):
-        zerodp.shard(on_meta(Net), weights=path[0])
+        zerodp.shard(on_meta(Net), weights=path)
 
 
 @on_ranks(2)
@@ -385,19 +388,16 @@ def test_memory_stays_within_the_shard_and_two_units(source: str, tmp_path: Path
     def make() -> nn.Module:
         return nn.Sequential(*(nn.Linear(1024, 2048, bias=False) for _ in range(layers)))
 
-    options: dict[str, Any] = {}
-    if source == "weights":
-        path = [str(tmp_path / "some.safetensors")]
-        dist.broadcast_object_list(path)
-        saved(make(), Path(path[0]))
-        dist.barrier()
-        options["weights"] = path[0]
-    zerodp.shard(on_meta(lambda: nn.Linear(4, 4)))  # imports and groups
+    def options(model: nn.Module, name: str) -> dict[str, Any]:
+        return {"weights": saved(model, tmp_path / name)} if source == "weights" else {}
+
+    zerodp.shard(on_meta(lambda: nn.Linear(4, 4)), **options(nn.Linear(4, 4), "small"))  # imports and groups
+    chosen = options(make(), "large")
     net = on_meta(make)
     gc.collect()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    net, _ = zerodp.shard(net, **options)
+    net, _ = zerodp.shard(net, **chosen)
     used = status("VmHWM") - before
     shard = layers * unit // 4
     assert zerodp.stats(net).memory.now["parameters"] == shard
