@@ -99,9 +99,12 @@ class Arena:
             self.idle.remove(best)
         return best
 
-    def give(self, slot: Slot) -> None:
-        """Hand a slot back. While somebody still sees it, it waits in limbo: freeing too early is impossible."""
-        if slot.in_use:
+    def give(self, slot: Slot, done: bool = False) -> None:
+        """Hand a slot back. While somebody still sees it, it waits in limbo: freeing too early is impossible.
+
+        done: its last use is over, whoever still refers to it; for slots that `clear` drops before any pass.
+        """
+        if slot.in_use and not done:
             self.limbo.append(slot)
         else:
             self.lent -= slot.nbytes

@@ -116,7 +116,7 @@ class Flat:
                 mine.copy_(parts[self.group.rank])
             if stays:
                 self.full = self.cut(arena.allocate(numel, self.param_dtype, "parameters").copy_(whole))
-            arena.give(slot)
+            arena.give(slot, done=True)  # the backend's thread may let go of what it sent a moment later
         if not self.residency.shards_gradients and self.trains:
             self.keep_gradients(arena)
         hole = placeholder(self.param_dtype, arena.device)
