@@ -1,1 +1,1 @@
-"""x"""
+"""Checkpoints: what is read from and written to files."""
