@@ -93,9 +93,12 @@ class Arena:
         size = min((size for size, slots in self.idle.items() if slots and needed <= size <= 2 * needed), default=None)
         return None if size is None else self.idle[size].pop()
 
-    def give(self, slot: Slot) -> None:
-        """Hand a slot back. While somebody still sees it, it waits in limbo: freeing too early is impossible."""
-        if slot.in_use:
+    def give(self, slot: Slot, done: bool = False) -> None:
+        """Hand a slot back. While somebody still sees it, it waits in limbo: freeing too early is impossible.
+
+        done: its last use is over, whoever still refers to it; for slots that `clear` drops before any pass.
+        """
+        if slot.in_use and not done:
             self.limbo.append(slot)
         else:
             self.lent -= slot.nbytes
@@ -126,6 +129,12 @@ class Arena:
                 self.reserved -= size
             if not slots:
                 del self.idle[size]
+
+    def clear(self) -> None:
+        """Let go of idle buffers, and begin to count peaks anew."""
+        self.settle()
+        self.drop_idle()
+        self.reset_peaks()
 
     # ---- long-lived memory
 

@@ -1,0 +1,1 @@
+"""Checkpoints: what is read from and written to files."""
