@@ -1,0 +1,49 @@
+"""A tensor's memory as bytes that files can be read into and written from, without a copy and without numpy."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host; the tensor must outlive them."""
+    if tensor.nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def read(descriptor: int, offset: int, num_bytes: int, name: str) -> Tensor:
+    """Bytes [offset, offset + num_bytes) of an open file, uint8.
+
+    Raises:
+        CheckpointError: the file is shorter than that.
+    """
+    found = torch.empty(num_bytes, dtype=torch.uint8)
+    left = raw(found)
+    while left:
+        count = os.preadv(descriptor, [left], offset)
+        if count == 0:
+            raise CheckpointError(
+                f"{name} ends at byte {offset}, {len(left)} bytes too early: it was cut short. Take an earlier checkpoint"
+            )
+        left, offset = left[count:], offset + count
+    return found
+
+
+def write(descriptor: int, *parts: memoryview | bytes) -> int:
+    """All of `parts`, one after another, at the end of an open file. The result is how many bytes these are."""
+    left = [memoryview(part) for part in parts if len(part)]
+    total = sum(len(part) for part in left)
+    while left:
+        count = os.writev(descriptor, left)
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left:
+            left[0] = left[0][count:]
+    return total
