@@ -1,6 +1,7 @@
 """ZeRO for PyTorch: every byte of training state is kept once, and fetched at the moment of use."""
 
 from .api import shard, unshard
+from .checkpoint import latest, load, save
 from .compare import Comparison, compare
 from .config import Config, Precision
 from .core.access import full_grads, full_params, full_state_dict, local_shards
@@ -29,7 +30,10 @@ __all__ = [
     "full_grads",
     "full_params",
     "full_state_dict",
+    "latest",
+    "load",
     "local_shards",
+    "save",
     "shard",
     "stats",
     "unshard",

@@ -1,1 +1,9 @@
-"""x"""
+"""Checkpoints that load anywhere: any stage, world size and mesh to any other, and other libraries' as well."""
+
+from __future__ import annotations
+
+from .background import Saving
+from .load import load
+from .save import latest, save
+
+__all__ = ["Saving", "latest", "load", "save"]

@@ -93,9 +93,7 @@ def _header(name: bytes, crc: int, size: int, padding: int) -> bytes:
 
 def _entry(name: bytes, crc: int, size: int, offset: int) -> bytes:
     extra = _extra(size)
-    fixed = struct.pack(
-        "<4s6H3I5H2I", b"PK\1\2", 45, *_fields(crc, size), len(name), len(extra), 0, 0, 0, 0, offset
-    )
+    fixed = struct.pack("<4s6H3I5H2I", b"PK\1\2", 45, *_fields(crc, size), len(name), len(extra), 0, 0, 0, 0, offset)
     return fixed + name + extra
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,12 @@ from ..errors import CheckpointError
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host; the tensor must outlive them."""
+    """The bytes of a contiguous tensor on the host, which they keep alive."""
     if tensor.nbytes == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor
+    return memoryview(array).cast("B")
 
 
 def read(descriptor: int, offset: int, num_bytes: int, name: str) -> Tensor:

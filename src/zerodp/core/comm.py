@@ -310,7 +310,7 @@ class Channel:
         if everywhere:
             self._wait(self.group.allgather([rows], [mine]))
         else:
-            self._wait(self.group.gather([rows] if rows else [], [mine], 0))
+            self._wait(self.group.gather(rows, mine, 0))
         return [_decoded(row[: int(size)]) for row, size in zip(rows, sizes, strict=gets)]
 
     def _wait(self, work: Any) -> None:
