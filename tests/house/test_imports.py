@@ -12,7 +12,7 @@ from tests.house.source import Module, modules
 
 # From the ground up. A module imports only from its own layer (without cycles) and from those below it.
 LAYERS = [
-    ("errors", "core", "core.layout", "core.stages"),
+    ("errors", "version", "core", "core.layout", "core.stages"),
     ("config",),
     ("core.mesh", "core.comm", "core.watch", "core.arena", "tiers", "tiers.*"),
     ("core.parameter", "core.norms", "core.schedule", "core.elementwise", "core.unit", "core.wrap"),
@@ -25,7 +25,7 @@ LAYERS = [
     ("", "integrations", "integrations.*"),
     ("cli", "cli.*"),
 ]
-OPTIONAL = ("deepspeed", "matplotlib", "numpy", "rich", "transformers")
+OPTIONAL = ("deepspeed", "matplotlib", "numpy", "rich", "safetensors", "transformers")
 
 
 def layer(name: str) -> int | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from .background import Saving
+from .export import export
 from .load import load
+from .report import report
 from .save import latest, save
 
-__all__ = ["Saving", "latest", "load", "save"]
+__all__ = ["Saving", "export", "latest", "load", "report", "save"]

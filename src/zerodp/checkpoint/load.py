@@ -48,7 +48,7 @@ def load(path: Place, model: nn.Module, optimizer: Any = None) -> dict[str, Any]
     background.wait()
     taken, problem = Taken(), None
     runtime.control.require(Kind.LOAD)
-    shown = path.__qualname__ if callable(path) else os.path.abspath(path)
+    shown = repr(path) if callable(path) else os.path.abspath(path)
     same_on_all(runtime, "load", [[shown, optimizer is not None], None])
     try:
         taken = _read(runtime, inventory.optimizer_of(runtime, optimizer, "load"), path)
@@ -88,8 +88,10 @@ def _read(runtime: Runtime, optimizer: ShardedOptimizer | None, path: Place) -> 
             key = next(MODEL + key for key in parameter.keys if MODEL + key in source.tensors)
             for segment, part in parameter.segments():
                 taken.shards.append((part, _segment(source, key, parameter, segment.start, segment.stop)))
-        taken.buffers = {key: source.whole(MODEL + key) for key in own.buffers}
-        taken.extra_states = {key: source.value(MODEL + key) for key in own.extra_states}
+        taken.buffers = {key: source.whole(MODEL + key) for key in own.buffers if MODEL + key in source.tensors}
+        taken.extra_states = {
+            key: source.value(MODEL + key) for key in own.extra_states if MODEL + key in source.objects
+        }
         if optimizer is not None:
             _optimizer(source, optimizer, groups, taken)
         _rest(runtime, source, taken)
@@ -115,7 +117,8 @@ def _check_model(source: Source, own: Inventory) -> None:
     shapes = {key: tuple(p.shape) for p in own.parameters for key in p.keys}
     shapes |= {key: tuple(buffer.shape) for key, buffer in own.buffers.items()}
     tied_elsewhere = {key for p in own.parameters if any(k in there for k in p.keys) for key in p.keys}
-    missing = [key for key in sorted(own.keys) if key not in there and key not in tied_elsewhere]
+    needed = {key for p in own.parameters for key in p.keys} if source.partial else own.keys
+    missing = sorted(key for key in needed if key not in there and key not in tied_elsewhere)
     unexpected = [key for key in sorted(there) if key not in own.keys]
     wrong = [
         f"{key}: {source.tensors[there[key]].shape} in the checkpoint, {shape} in the model"

@@ -21,6 +21,7 @@ from ..core.control import Kind, share_verdict
 from ..core.runtime import Runtime
 from ..core.stages import STAGES
 from ..errors import CheckpointError, ConfigError, RankMismatchError, ZeroError
+from ..version import VERSION
 from . import background, folders, traffic
 from .background import Saving
 from .contents import Contents, collect
@@ -63,7 +64,7 @@ def save(
     try:
         _check(target, keep)
         contents = collect(runtime, optimizer_of(runtime, optimizer, "save"), extra)
-        config = _config(model)
+        config = hugging_face_config(model)
     except ZeroError as error:
         problem = error
     runtime.control.require(Kind.SAVE)
@@ -147,13 +148,13 @@ def _together(channel: Channel, target: Path, action: Callable[[], Any]) -> Any:
     try:
         result = action()
     except Exception as error:
-        problem = error if isinstance(error, ZeroError) else CheckpointError(f"save to {target}: {_explained(error)}")
+        problem = error if isinstance(error, ZeroError) else CheckpointError(f"save to {target}: {explained(error)}")
     said = channel.exchange(None if problem is None else [type(problem).__name__, str(problem)])
     share_verdict(said, problem)
     return result
 
 
-def _explained(error: Exception) -> str:
+def explained(error: Exception) -> str:
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {error}"
     text = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
@@ -173,23 +174,21 @@ def _check(target: Path, keep: int | None) -> None:
     try:
         folders.check_target(target)
     except OSError as error:
-        raise CheckpointError(f"save to {target}: {_explained(error)}") from None
+        raise CheckpointError(f"save to {target}: {explained(error)}") from None
 
 
 def _facts(runtime: Runtime) -> dict[str, Any]:
-    from .. import __version__
-
     mesh, residencies = runtime.comm.mesh, {flat.residency for flat in runtime.flats()}
     return {
         "world_size": mesh.world.size,
         "mesh": {"replicate": mesh.replicate.size, "shard": mesh.shard.size},
         "stages": [number for number, residency in STAGES.items() if residency in residencies],
         "torch": torch.__version__,
-        "zerodp": __version__,
+        "zerodp": VERSION,
     }
 
 
-def _config(model: nn.Module) -> dict[str, Any] | None:
+def hugging_face_config(model: nn.Module) -> dict[str, Any] | None:
     """A Hugging Face model's configuration, for exports; others may have an attribute of that name that means nothing here."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     if not callable(to_dict):

@@ -61,7 +61,8 @@ class Expected:
 class Source:
     """Tensors and objects under this library's names (see `contents`).
 
-    world_size: of the ranks that wrote it, where it is known; config: of a Hugging Face model; bytes_read: so far.
+    world_size: of the ranks that wrote it, where it is known; config: of a Hugging Face model; bytes_read: so far; partial: a format that
+    has parameters only, so the model keeps its own buffers.
     """
 
     where: str
@@ -70,6 +71,7 @@ class Source:
     world_size: int | None = None
     config: dict[str, Any] | None = None
     bytes_read: int = 0
+    partial: bool = False
     opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> Source:
