@@ -78,7 +78,7 @@ def test_export(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     ("arguments", "message"),
     [
         (["inspect", "nowhere"], "no checkpoint of zerodp"),
-        (["export", "nowhere", "out"], "there is no such file or folder"),
+        (["export", "nowhere", "out"], "no checkpoint of zerodp"),
         (["export", "x", "x"], "exists already"),
         (["export", "x", "out", "--max-shard", "many"], "expected a number of bytes"),
         (["export", "x"], "required: OUT"),

@@ -27,9 +27,9 @@ from ..errors import CheckpointError, ConfigError, ZeroError
 from . import background, folders, inventory, memory
 from .contents import MODEL
 from .foreign import DTYPES
-from .opening import open_source
+from .own import open_own
 from .save import explained, hugging_face_config, same_on_all
-from .source import Expected, Source
+from .source import Source
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -69,7 +69,7 @@ def export(source: Any, path: str | os.PathLike[str], max_shard_bytes: int | str
         _export_model(source, target, limit)
         return
     _check_target(target)
-    with open_source(source, Expected(set(), [], [])) as opened:
+    with open_own(Path(os.path.abspath(source))) as opened:
         keys = _distinct(opened)
         wanted = [
             Tensors(key.removeprefix(MODEL), opened.tensors[key].shape, opened.tensors[key].original) for key in keys

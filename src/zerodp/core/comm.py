@@ -9,6 +9,7 @@ everything once more through fresh memory, which costs five times as much. Elsew
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import functools
 import json
@@ -332,7 +333,7 @@ def _padded(data: Tensor, numel: int) -> Tensor:
 
 
 def _decoded(data: Tensor) -> Any:
-    return json.loads(bytes(data.untyped_storage())[data.storage_offset() : data.storage_offset() + data.numel()])
+    return json.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
 def gather_objects(value: Any) -> list[Any]:
