@@ -89,9 +89,11 @@ def test_a_tensor_of_segments_answers_dcp() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 3 * sums.BLOCK_BYTES + 5), st.binary(max_size=9))
-def test_sums_are_extended_without_another_pass(num_bytes: int, before: bytes) -> None:
+def test_sums_are_joined_without_another_pass(num_bytes: int, before: bytes) -> None:
     data = os.urandom(num_bytes)
-    assert sums.extended(zlib.crc32(before), data, sums.block_sums(data)) == zlib.crc32(before + data)
+    whole = sums.of_blocks(sums.block_sums(data), num_bytes)
+    assert whole == zlib.crc32(data)
+    assert sums.joined(zlib.crc32(before), whole, num_bytes) == zlib.crc32(before + data)
     assert sums.from_text(sums.as_text(sums.block_sums(data))) == sums.block_sums(data)
 
 

@@ -38,7 +38,9 @@ class _Reader:
             self.descriptors[path] = os.open(path, os.O_RDONLY)
             self.source.opened.callback(os.close, self.descriptors[path])
         self.source.bytes_read += num_bytes
-        return memory.read(self.descriptors[path], offset, num_bytes, str(path))
+        found = torch.empty(num_bytes, dtype=torch.uint8)
+        memory.read(self.descriptors[path], offset, memory.raw(found), str(path))
+        return found
 
 
 # ---- torch.distributed.checkpoint
@@ -84,8 +86,8 @@ class _Items:
         data = self.reader.read(self.folder / place.relative_path, place.offset, place.length)
         return contents.unpacked(bytes(memory.raw(data)))
 
-    def elements(self, index: MetadataIndex) -> Callable[[int, int], Tensor]:
-        def read(low: int, high: int) -> Tensor:
+    def elements(self, index: MetadataIndex) -> Callable[[int, int, Tensor | None], Tensor]:
+        def read(low: int, high: int, out: Tensor | None) -> Tensor:
             if self.last[0] != index:
                 self.last = (index, self.load(index).contiguous().view(-1))
             flat: Tensor = self.last[1]
@@ -183,8 +185,8 @@ def _safetensors(path: Path, reader: _Reader) -> Iterator[tuple[str, Stored]]:
             )
 
 
-def _range(path: Path, reader: _Reader, begin: int, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
-    def read(low: int, high: int) -> Tensor:
+def _range(path: Path, reader: _Reader, begin: int, dtype: torch.dtype) -> Callable[[int, int, Tensor | None], Tensor]:
+    def read(low: int, high: int, out: Tensor | None) -> Tensor:
         data = reader.read(path, begin + low * dtype.itemsize, (high - low) * dtype.itemsize)
         return data.view(dtype)
 

@@ -6,7 +6,6 @@ import ctypes
 import os
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -21,22 +20,19 @@ def raw(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def read(descriptor: int, offset: int, num_bytes: int, name: str) -> Tensor:
-    """Bytes [offset, offset + num_bytes) of an open file, uint8.
+def read(descriptor: int, offset: int, out: memoryview, name: str) -> None:
+    """Fill `out` with the bytes of an open file from `offset` on.
 
     Raises:
         CheckpointError: the file is shorter than that.
     """
-    found = torch.empty(num_bytes, dtype=torch.uint8)
-    left = raw(found)
-    while left:
-        count = os.preadv(descriptor, [left], offset)
+    while out:
+        count = os.preadv(descriptor, [out], offset)
         if count == 0:
             raise CheckpointError(
-                f"{name} ends at byte {offset}, {len(left)} bytes too early: it was cut short. Take an earlier checkpoint"
+                f"{name} ends at byte {offset}, {len(out)} bytes too early: it was cut short. Take an earlier checkpoint"
             )
-        left, offset = left[count:], offset + count
-    return found
+        out, offset = out[count:], offset + count
 
 
 def write(descriptor: int, *parts: memoryview | bytes) -> int:

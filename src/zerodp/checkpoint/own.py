@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -41,39 +43,42 @@ class _Files:
         self.descriptors: dict[str, int] = {}
 
     def stored(self, key: str, tensor: StoredTensor) -> Stored:
-        pieces = [
-            Piece(tuple(box.offsets), tuple(box.sizes), lambda low, high, box=box: self.elements(key, tensor, box, low, high))  # type: ignore[misc]
-            for box in tensor.boxes
-        ]  # fmt: skip
+        def reader(box: StoredBox) -> Callable[[int, int, Tensor | None], Tensor]:
+            return lambda low, high, out: self.elements(key, tensor.dtype, box, low, high, out)
+
+        pieces = [Piece(tuple(box.offsets), tuple(box.sizes), reader(box)) for box in tensor.boxes]
         return Stored(tensor.dtype, tuple(tensor.shape), pieces, tensor.original)
 
-    def elements(self, key: str, tensor: StoredTensor, box: StoredBox, low: int, high: int) -> Tensor:
-        """Read the blocks that hold these elements, and check them."""
-        size = tensor.dtype.itemsize
+    def elements(self, key: str, dtype: torch.dtype, box: StoredBox, low: int, high: int, out: Tensor | None) -> Tensor:
+        """Read the blocks that hold these elements, straight to `out` where that is all of them, and check them."""
+        size = dtype.itemsize
         first, last = low * size // BLOCK_BYTES, -(-high * size // BLOCK_BYTES)
         begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, box.num_bytes)
-        data = self._read(box.file, box.offset + begin, end - begin)
-        view = memory.raw(data)
+        whole_blocks = (begin, end) == (low * size, high * size)
+        values = out if out is not None and whole_blocks else torch.empty((end - begin) // size, dtype=dtype)
+        view = memory.raw(values)
+        self._read(box.file, box.offset + begin, view)
         for number in range(first, last):
             at = (number - first) * BLOCK_BYTES
             if zlib.crc32(view[at : at + BLOCK_BYTES]) != box.sums[number]:
                 raise self._damaged(box.file, box.offset + begin + at, key)
-        return data.view(tensor.dtype)[low - begin // size : high - begin // size]
+        return values if whole_blocks else values[low - begin // size : high - begin // size]
 
     def value(self, key: str, stored: StoredObject) -> Any:
-        data = bytes(memory.raw(self._read(stored.file, stored.offset, stored.num_bytes)))
+        data = bytearray(stored.num_bytes)
+        self._read(stored.file, stored.offset, memoryview(data))
         if zlib.crc32(data) != stored.sum:
             raise self._damaged(stored.file, stored.offset, key)
-        return contents.unpacked(data)
+        return contents.unpacked(bytes(data))
 
     def _damaged(self, file: str, at: int, key: str) -> CheckpointError:
         return CheckpointError(
             f"{self.folder / file} is damaged: the bytes from {at} on, of {key}, do not fit their checksum. Take an earlier checkpoint"
         )
 
-    def _read(self, file: str, offset: int, num_bytes: int) -> Tensor:
-        self.source.bytes_read += num_bytes
-        return memory.read(self._open(file), offset, num_bytes, str(self.folder / file))
+    def _read(self, file: str, offset: int, out: memoryview) -> None:
+        self.source.bytes_read += len(out)
+        memory.read(self._open(file), offset, out, str(self.folder / file))
 
     def _open(self, file: str) -> int:
         if file not in self.descriptors:

@@ -6,7 +6,6 @@ A source knows nothing of models. What a rank needs of it is asked for box by bo
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +20,14 @@ from .contents import GROUPS, MODEL, STATE
 
 @dataclass
 class Piece:
-    """A box of a stored tensor; `read(low, high)` gives its row-major elements [low, high) on the host."""
+    """A box of a stored tensor; `read(low, high, out)` gives its row-major elements [low, high) on the host.
+
+    out: contiguous space for them in the stored dtype, if there is some. A reader that can use it returns it.
+    """
 
     offsets: Sizes
     sizes: Sizes
-    read: Callable[[int, int], Tensor]
+    read: Callable[[int, int, Tensor | None], Tensor]
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Stored:
     def of(cls, tensor: Tensor) -> Stored:
         """An ordinary tensor, mapped or in memory."""
 
-        def read(low: int, high: int) -> Tensor:
+        def read(low: int, high: int, out: Tensor | None) -> Tensor:
             return tensor.detach().contiguous().view(-1)[low:high]
 
         shape = tuple(tensor.shape)
@@ -95,9 +97,15 @@ class Source:
             strides = contiguous_strides(piece.sizes)
             first = sum((a - b) * s for a, b, s in zip(low, piece.offsets, strides, strict=True))
             last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-            values = piece.read(first, last + 1).as_strided(sizes, strides)
-            out[tuple(slice(a - b, a - b + n) for a, b, n in zip(low, begin, sizes, strict=True))].copy_(values)
-            filled += math.prod(sizes)
+            place = out[tuple(slice(a - b, a - b + n) for a, b, n in zip(low, begin, sizes, strict=True))]
+            filled += place.numel()
+            fits = (
+                place.is_contiguous() and place.numel() == last + 1 - first and place.dtype == self.tensors[key].dtype
+            )
+            space = place.view(-1) if fits else None
+            values = piece.read(first, last + 1, space)
+            if values is not space:
+                place.copy_(values.as_strided(sizes, strides))
         if filled != out.numel():
             raise CheckpointError(
                 f"{self.where}: {key} lacks {out.numel() - filled} of {out.numel()} elements asked for"

@@ -18,12 +18,22 @@ def block_sums(data: Any) -> list[int]:
     return [zlib.crc32(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)]
 
 
-def extended(before: int, data: Any, sums: list[int]) -> int:
-    """The CRC-32 of something with the sum `before` followed by `data`, whose block sums are known."""
-    whole = len(data) // BLOCK_BYTES
-    for block in sums[:whole]:
-        before = _times(_shift(), before) ^ block
-    return zlib.crc32(data[whole * BLOCK_BYTES :], before)
+def joined(before: int, after: int, num_bytes: int) -> int:
+    """The CRC-32 of something with the sum `before` followed by `num_bytes` with the sum `after`."""
+    power = 0
+    while num_bytes:
+        if num_bytes & 1:
+            before = _times(_zeros(power), before)
+        num_bytes, power = num_bytes >> 1, power + 1
+    return before ^ after
+
+
+def of_blocks(sums: list[int], num_bytes: int) -> int:
+    """The CRC-32 of all `num_bytes` whose blocks have these sums."""
+    whole = 0
+    for number, block in enumerate(sums):
+        whole = joined(whole, block, min(BLOCK_BYTES, num_bytes - number * BLOCK_BYTES))
+    return whole
 
 
 def as_text(sums: list[int]) -> str:
@@ -35,12 +45,12 @@ def from_text(text: str) -> list[int]:
 
 
 @functools.cache
-def _shift() -> list[int]:
-    """What BLOCK_BYTES zero bytes do to a CRC, as a matrix over bits: that of one zero bit, squared again and again."""
-    matrix = [0xEDB88320, *(1 << n for n in range(31))]
-    for _ in range((BLOCK_BYTES * 8).bit_length() - 1):
-        matrix = [_times(matrix, column) for column in matrix]
-    return matrix
+def _zeros(power: int) -> list[int]:
+    """What 2**power zero bytes do to a CRC, as a matrix over bits: that of half as many, applied twice."""
+    if power == -3:  # one bit
+        return [0xEDB88320, *(1 << n for n in range(31))]
+    half = _zeros(power - 1)
+    return [_times(half, column) for column in half]
 
 
 def _times(matrix: list[int], value: int) -> int:

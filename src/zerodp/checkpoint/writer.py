@@ -30,6 +30,7 @@ from . import archive, folders, manifest, memory, sums
 from .contents import Contents
 from .manifest import Manifest, StoredBox, StoredFile, StoredObject, StoredTensor
 
+WRITEBACK_BYTES = 8 * 2**20
 Rows = dict[str, Any]  # what a rank tells rank 0 of its file: plain values, which travel as JSON
 
 
@@ -91,7 +92,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        self.at = self.sum = 0
+        self.at = self.sum = self.begun = 0
 
     def append(self, data: bytes) -> None:
         self.at += memory.write(self.descriptor, data)
@@ -102,11 +103,19 @@ class _File:
         begin, values = self.at, values.detach().cpu().contiguous()
         data = memory.raw(values)
         blocks = sums.block_sums(data)
-        crc = sums.extended(0, data, blocks)
+        crc = sums.of_blocks(blocks, len(data))
         head, tail = archive.wrap(values.shape, values.dtype, len(data), crc, begin)
         self.at += memory.write(self.descriptor, head, data, tail)
-        self.sum = zlib.crc32(tail, sums.extended(zlib.crc32(head, self.sum), data, blocks))
+        self.sum = zlib.crc32(tail, sums.joined(zlib.crc32(head, self.sum), crc, len(data)))
+        self._begin_writeback()
         return begin + len(head), len(data), sums.as_text(blocks), begin, self.at - begin
+
+    def _begin_writeback(self) -> None:
+        """Let the disk work while the next checksums are computed, or all of it would wait for fsync."""
+        if self.at - self.begun >= WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
+            # This is how Linux starts to write a range without waiting. What is not on the disk yet is not dropped by it.
+            os.posix_fadvise(self.descriptor, self.begun, self.at - self.begun, os.POSIX_FADV_DONTNEED)
+            self.begun = self.at
 
 
 def _merged(
