@@ -17,7 +17,7 @@ from .core.arena import Arena
 from .core.comm import Comm
 from .core.control import Kind, share_verdict
 from .core.elementwise import check_elementwise
-from .core.materialise import Initialised, Source
+from .materialise import Initialised, Source
 from .core.module import ShardedModule
 from .core.optimizer import Engine, ShardedOptimizer
 from .core.precision import LossScaler, computes_in_fp32, dtypes_of

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .checkpoint import traffic
+from .checkpoint.traffic import Traffic
 from .core.access import runtime_of
 from .core.arena import KINDS
 from .core.comm import CommRow
@@ -70,6 +72,11 @@ class Stats:
         state = sum(now[kind] for kind in ("first_moment", "second_moment", "other_state"))
         peak = {kind: max(now[kind], arena.peak.get(kind, 0)) for kind in now}
         return Memory(now, peak, sum(now.values()), arena.total_peak + state, pinned)
+
+    @property
+    def checkpoint(self) -> Traffic:
+        """Bytes of checkpoints that this rank read and wrote, and how long its last save kept it."""
+        return traffic.of(self._runtime)
 
     def reset(self) -> None:
         """Start counting collectives, events and peaks anew."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.materialise import Initialised, ground, host_space, listed
+from ..materialise import Initialised, ground, host_space, listed
 from ..core.unit import Flat
 from ..core.wrap import Plan, clean
 from ..errors import CheckpointError, ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import __version__
-from . import train
+from . import export, inspect, train
 from .parser import Parser, UsageError
 
 
@@ -14,7 +14,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="zerodp", description="ZeRO stages 0 to 3 for PyTorch as one mechanism.")
     parser.add_argument("--version", action="version", version=f"zerodp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    train.add_parser(commands)
+    for command in (train, inspect, export):
+        command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)

@@ -9,6 +9,7 @@ everything once more through fresh memory, which costs five times as much. Elsew
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import functools
 import json
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ..errors import RankMismatchError, ZeroError
-from .mesh import Group, Mesh, drop_groups
+from .mesh import Group, Mesh, beside, drop_groups
 from .watch import WATCH
 
 GATHER, REDUCE, CONTROL = 0, 1, 2  # lanes: none waits behind another
@@ -229,12 +230,10 @@ class Comm:
 
     def exchange_objects(self, value: Any, what: str) -> list[Any]:
         """Every rank's picklable `value`, in rank order. Slow: for set-up, disagreements and errors."""
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        data = _encoded(value)
         sizes = self.exchange(torch.tensor([data.numel()]), what).wait()[:, 0].tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        rows = self.exchange(padded, what).wait()
-        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+        rows = self.exchange(_padded(data, max(sizes)), what).wait()
+        return [_decoded(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
     # ---- bookkeeping and failure
 
@@ -284,6 +283,61 @@ class Comm:
             for peer in group.peers if pg is not None else ():
                 with contextlib.suppress(RuntimeError):  # this is the point
                     pg.recv([torch.empty(1)], peer, 9).wait(datetime.timedelta(milliseconds=1))
+
+
+class Channel:
+    """Values between the ranks of a mesh on a group of their own, from any thread: what checkpoints agree on.
+
+    The group's own methods are called, not torch.distributed's functions: those refuse a group that the user's script has destroyed
+    at its end, while a save may still be under way.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.world, self.group = mesh.world, beside(mesh)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value (what JSON holds), in rank order, on every rank."""
+        return self._spread(value, everywhere=True)
+
+    def collect(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on rank 0; nothing elsewhere."""
+        return self._spread(value, everywhere=False)
+
+    def _spread(self, value: Any, everywhere: bool) -> list[Any]:
+        data = _encoded(value)
+        if self.group is None:
+            return [_decoded(data)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
+        self._wait(self.group.allgather([sizes], [torch.tensor([data.numel()])]))
+        mine = _padded(data, max(int(size) for size in sizes))
+        gets = everywhere or self.world.rank == 0
+        rows = [mine.new_empty(mine.numel()) for _ in sizes] if gets else []
+        if everywhere:
+            self._wait(self.group.allgather([rows], [mine]))
+        else:
+            self._wait(self.group.gather(rows, mine, 0))
+        return [_decoded(row[: int(size)]) for row, size in zip(rows, sizes, strict=gets)]
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise ZeroError(
+                f"rank {self.world.rank}: another rank ended or closed its connection during a save or load of a checkpoint, or the process "
+                f"group's time limit passed. Look at the other ranks' own errors first. ({str(error).splitlines()[0][:200]})"
+            ) from error
+
+
+def _encoded(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _padded(data: Tensor, numel: int) -> Tensor:
+    return torch.cat([data, data.new_zeros(numel - data.numel())])
+
+
+def _decoded(data: Tensor) -> Any:
+    return json.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -34,6 +34,8 @@ class Kind(enum.IntEnum):
     FULL = 8
     STATE = 9
     LENT = 10
+    SAVE = 11
+    LOAD = 12
 
 
 SAYS = {
@@ -47,6 +49,8 @@ SAYS = {
     Kind.FULL: "gathers full parameters",
     Kind.STATE: "gathers or loads a state dict",
     Kind.LENT: "begins a pass after local_shards()",
+    Kind.SAVE: "saves a checkpoint",
+    Kind.LOAD: "loads a checkpoint",
 }
 
 

@@ -118,6 +118,11 @@ def connect(mesh: Mesh) -> Mesh:
     return replace(mesh, world=world, shard=shard, replicate=replicate)
 
 
+def beside(mesh: Mesh) -> Any:
+    """A gloo group for checkpoints, whose messages another thread may exchange while training goes on (a collective)."""
+    return _make(mesh.world.ranks, "checkpoint", "gloo")
+
+
 def _members(mesh: Any) -> tuple[int, ...]:
     """All ranks of a mesh or group; of the world, where it is neither."""
     if mesh is dist.GroupMember.NON_GROUP_MEMBER:

@@ -1,0 +1,71 @@
+"""A tensor of which this rank holds some flat segments, as torch.distributed.checkpoint wants to see it: as boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from .boxes import Box, boxes, contiguous_strides, view
+
+
+class SegmentTensor:
+    """A dense tensor of `shape` and `strides`, and this rank's `segments` of it: (start, values [numel]) in memory order.
+
+    It answers DCP's protocol (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`), so it may stand in a state dict
+    for `dcp.save`, and for `dcp.load`, which then fills the segments in place.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        segments: Sequence[tuple[int, Tensor]],
+        original: torch.dtype | None = None,
+    ) -> None:
+        self.shape, self.strides, self.dtype = torch.Size(shape), tuple(strides), dtype
+        self.segments = list(segments)
+        self.original = original or dtype  # what an export is written in
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> SegmentTensor:
+        """An ordinary tensor, all of it here."""
+        flat = tensor.detach().contiguous().view(-1)
+        return cls(tensor.shape, contiguous_strides(tensor.shape), tensor.dtype, [(0, flat)])
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
+        """Each box of this rank, and the view of its segment that has the values."""
+        for start, values in self.segments:
+            for box in boxes(self.shape, self.strides, start, start + values.numel()):
+                yield box, view(values[box.start - start : box.stop - start], box, self.shape, self.strides)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> SegmentTensor:
+        """The same with every segment's values replaced by `move` of them."""
+        segments = [(start, move(values)) for start, values in self.segments]
+        return SegmentTensor(self.shape, self.strides, self.dtype, segments, self.original)
+
+    # ---- what DCP asks
+
+    def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(key, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(values for box, values in self.boxes() if torch.Size(box.offsets) == index.offset)
