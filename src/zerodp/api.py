@@ -17,7 +17,6 @@ from .core.arena import Arena
 from .core.comm import Comm
 from .core.control import Kind, share_verdict
 from .core.elementwise import check_elementwise
-from .materialise import Initialised, Source
 from .core.module import ShardedModule
 from .core.optimizer import Engine, ShardedOptimizer
 from .core.precision import LossScaler, computes_in_fp32, dtypes_of
@@ -25,6 +24,7 @@ from .core.reducer import Reducer
 from .core.runtime import Runtime
 from .core.unit import Flat, Unit
 from .errors import ConfigError, RankMismatchError, ZeroError
+from .materialise import Initialised, Source
 
 BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 512 * 2**20}
 

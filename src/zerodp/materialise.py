@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import ConfigError
 from .core.parameter import placeholder
 from .core.unit import Flat
 from .core.wrap import Plan, clean
+from .errors import ConfigError
 
 RESETS = ("reset_parameters", "_reset_parameters")  # what torch's own modules call at the end of their construction
 # Constructors that draw without a method for it: only the draw matters, so that what comes after gets its own numbers.

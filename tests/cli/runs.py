@@ -13,6 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import zerodp
+from zerodp.checkpoint.own import open_own
+
 ROOT = Path(__file__).parents[2]
 PATIENCE = 180.0  # seconds for a run of a few steps, which takes about ten, on a busy machine
 TINY = {"--params": "60k", "--context": "32", "--batch": "2", "--steps": "6", "--validate-every": "2", "--sample": "5"}
@@ -70,6 +73,14 @@ def log(folder: Path) -> list[dict[str, Any]]:
 
 def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in log(folder)]
+
+
+def progress_of(folder: Path) -> dict[str, Any]:
+    """What the newest checkpoint of a run says of how far it is."""
+    path = zerodp.latest(folder / "checkpoints")
+    assert path is not None
+    with open_own(path) as source:
+        return {key: source.value(f"zerodp.extra.{key}") for key in ("step", "seconds")}
 
 
 def ranks_of(launcher: int) -> dict[int, int]:

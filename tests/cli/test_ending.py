@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.cli.runs import is_running, log, ranks_of, started, wait_until
+from tests.cli.runs import is_running, log, progress_of, ranks_of, started, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 SOON = 90.0  # seconds; a few on an idle machine
@@ -23,7 +22,7 @@ SOON = 90.0  # seconds; a few on an idle machine
 
 def ended_cleanly(folder: Path) -> None:
     """Saved at the step where the log ends, with a report."""
-    progress = torch.load(folder / "state.pt")["progress"]
+    progress = progress_of(folder)
     assert progress["step"] == log(folder)[-1]["step"]
     assert f"--resume {folder}" in (folder / "report.txt").read_text()
     assert not list(folder.glob("rank*.log"))
@@ -114,4 +113,4 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, cache: Path, text: Path) 
         began = time.monotonic()
         wait_until(lambda: not any(map(is_running, workers.values())), SOON)
     assert time.monotonic() - began < SOON
-    assert torch.load(folder / "state.pt")["progress"]["step"] == log(folder)[-1]["step"]
+    assert progress_of(folder)["step"] == log(folder)[-1]["step"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.runs import PATIENCE, environment, log, losses, options, resume, train
+from tests.cli.runs import PATIENCE, environment, log, losses, options, ranks_of, resume, train, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several processes start, one after another
 
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.timeout(400)  # several processes start, one after anot
 def test_a_run_leaves_log_pictures_table_and_sample(finished: tuple[Path, str]) -> None:
     folder, output = finished
     kept = {path.name for path in folder.iterdir()}
-    assert kept == {"run.json", "state.pt", "log.jsonl", "stages.json", "report.txt", "loss.png", "memory.png"}
+    assert kept == {"run.json", "checkpoints", "log.jsonl", "stages.json", "report.txt", "loss.png", "memory.png"}
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [record["step"] for record in log(folder)] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in log(folder) if record["validation_loss"]] == [2, 4, 6]
@@ -70,6 +72,39 @@ def test_accumulation_and_ranks_see_the_same_text(
     done = train({"--out": tmp_path / "run", "--data": text, "--ranks": 1, "--accumulate": 2}, cache)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == pytest.approx(losses(finished[0]), abs=1e-4)
+
+
+def test_a_run_goes_on_with_more_ranks(finished: tuple[Path, str], tmp_path: Path, cache: Path, text: Path) -> None:
+    """Four windows per step, on two ranks first and then unevenly on three."""
+    folder = tmp_path / "run"
+    done = train({"--out": folder, "--data": text, "--minutes": "0.00001"}, cache)
+    assert done.returncode == 0, done.stderr
+    done = resume(folder, cache, "--minutes", "60", "--ranks", "3")
+    assert done.returncode == 0, done.stderr
+    assert losses(folder) == pytest.approx(losses(finished[0]), abs=1e-4)
+
+
+def test_a_killed_rank_under_torchrun_comes_back(tmp_path: Path, cache: Path, text: Path) -> None:
+    """By itself, from the newest checkpoint, and the losses are those of a run that nothing happened to."""
+    given = {"--data": text, "--steps": 40, "--save-every": 4, "--validate-every": 40}
+    done = train({**given, "--out": tmp_path / "calm"}, cache)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--max-restarts", "2", "-m", "zerodp.cli", "train", *options({**given, "--out": folder})]
+    variables = environment(XDG_CACHE_HOME=cache, OMP_NUM_THREADS=1, GLOO_SOCKET_IFNAME="lo")
+    process = subprocess.Popen(launcher, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(log(folder)) >= 6 or process.poll() is not None)
+        before = len(log(folder))
+        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert 6 <= before < 40
+    assert "Signal 9" in errors
+    assert losses(folder) == losses(tmp_path / "calm")
 
 
 def test_bf16_on_the_standard_library(tmp_path: Path, cache: Path) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..materialise import Initialised, ground, host_space, listed
 from ..core.unit import Flat
 from ..core.wrap import Plan, clean
 from ..errors import CheckpointError, ConfigError
+from ..materialise import Initialised, ground, host_space, listed
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

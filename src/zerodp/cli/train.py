@@ -25,7 +25,10 @@ multiple of 64 and 32 to 128 times the depth, whatever comes nearest. Under torc
 
   zerodp train --stage 2 --precision bf16 --minutes 1
   zerodp train --resume runs/20260131-120000 --steps 1000
-  torchrun --nproc-per-node 8 -m zerodp.cli train --params 1B --precision bf16 --batch 16 --context 1024
+  torchrun --nproc-per-node 8 --max-restarts 3 -m zerodp.cli train --out runs/1b --params 1B --precision bf16 --batch 16
+
+A run that torchrun restarts, and one that --resume goes on with, takes the newest whole checkpoint in its folder, on as many ranks
+as there are then.
 """
 
 
@@ -80,12 +83,14 @@ def run(arguments: argparse.Namespace) -> int:
     under_torchrun = "RANK" in os.environ
     if under_torchrun and "ranks" in given:
         raise UsageError("--ranks: torchrun has started the ranks; leave it out")
+    folder = resume or out or new_name()
+    if restarted() and settings.exists(folder):
+        resume = folder
     run_settings = settings.resolve(given, resume, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
     check_device(run_settings.device, int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun else run_settings.ranks)
     digest = open_corpus(run_settings.data, run_settings.context).digest
     if resume is not None:
         settings.check_text(resume, digest)
-    folder = resume or out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     if not under_torchrun or os.environ["RANK"] == "0":
         new_folder(folder, empty=resume is None)
         settings.write(folder, run_settings, digest)
@@ -93,6 +98,25 @@ def run(arguments: argparse.Namespace) -> int:
         return worker.run(run_settings, folder, resumes=resume is not None)
     launcher = launch.Launcher(worker.command(folder, resumes=resume is not None), folder)
     return launcher.run(run_settings.ranks, run_settings.threads)
+
+
+def new_name() -> Path:
+    """The folder of a run that was given none.
+
+    Raises:
+        UsageError: torchrun may restart the run, and has no name either by which it would find its folder again.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name != "none":
+        return Path("runs") / name
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise UsageError("--out: torchrun may restart this run, which then must find its folder; name one")
+    return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+
+
+def restarted() -> bool:
+    """Whether torchrun has started the ranks again, after one was lost or came."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def stage_number(text: str) -> int:

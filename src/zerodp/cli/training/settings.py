@@ -37,11 +37,12 @@ class Settings:
     validate_every: int = 50
     save_every: int = 100
     sample: int = 200
+    step_windows: int | None = None  # of a run that goes on with another number of ranks: as many as before
 
     @property
     def windows(self) -> int:
         """Windows of text in one step, over all ranks."""
-        return self.ranks * self.batch * self.accumulate
+        return self.step_windows or self.ranks * self.batch * self.accumulate
 
 
 def resolve(given: Mapping[str, Any], resumed: Path | None, ranks: int | None = None) -> Settings:
@@ -61,13 +62,20 @@ def resolve(given: Mapping[str, Any], resumed: Path | None, ranks: int | None = 
             raise UsageError(
                 f"--{name} {given[name]}: the run in {resumed} has {getattr(before, name)}, and a resumed run keeps it"
             )
-    settings = dataclasses.replace(before, **{**given, **forced})
-    if settings.windows != before.windows:
+    settings = dataclasses.replace(before, **{**given, **forced}, step_windows=None)
+    if settings.windows != before.windows and {"batch", "accumulate"} & given.keys():
         raise UsageError(
             f"--resume {resumed}: its steps have {before.windows} windows of text (ranks x batch x accumulate), not "
-            f"{settings.ranks} x {settings.batch} x {settings.accumulate}; choose --batch or --accumulate to match"
+            f"{settings.ranks} x {settings.batch} x {settings.accumulate}; choose --batch or --accumulate to match, or neither"
         )
-    return settings
+    if before.windows < settings.ranks * settings.accumulate:
+        raise UsageError(
+            f"--resume {resumed}: its steps have {before.windows} windows of text, too few for {settings.ranks} ranks and "
+            f"{settings.accumulate} backward passes; take fewer ranks"
+        )
+    return (
+        settings if settings.windows == before.windows else dataclasses.replace(settings, step_windows=before.windows)
+    )
 
 
 def check_text(resumed: Path, digest: str) -> None:
@@ -83,6 +91,10 @@ def check_text(resumed: Path, digest: str) -> None:
 def write(folder: Path, settings: Settings, digest: str) -> None:
     content = json.dumps({"settings": dataclasses.asdict(settings), "text": digest}, indent=2)
     replace_file(folder / FILE, content.encode())
+
+
+def exists(folder: Path) -> bool:
+    return (folder / FILE).exists()
 
 
 def read(folder: Path) -> Settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +96,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         total = torch.zeros((), device=self.device)
-        for starts in self._starts():
-            loss = self._loss(starts)
-            self.optimizer.backward(loss / settings.accumulate)
-            total += loss.detach() / settings.accumulate
+        for starts, weight in self._parts():
+            loss = self._loss(starts) * weight
+            self.optimizer.backward(loss)
+            total += loss.detach()
         norm = self.optimizer.clip_grad_norm_(CLIP)
         self.optimizer.step()
         memory = self.stats.memory
@@ -133,11 +134,16 @@ class Trainer:
         rows: Tensor = runtime_of(self.model).comm.exchange(message, "the other ranks' report of the step").wait()
         return rows
 
-    def _starts(self) -> Tensor:
-        """Where this rank's windows of the step begin, [accumulate, batch]. All ranks' together do not depend on how many there are."""
+    def _parts(self) -> Iterator[tuple[Tensor, float]]:
+        """Where this rank's windows begin in each backward pass, and their weight, so that the ranks' mean is that of all windows.
+
+        All ranks' windows together do not depend on how many ranks there are.
+        """
         settings = self.settings
         starts = self.corpus.training_starts(settings.windows, settings.context, settings.seed, self.step)
-        return starts.view(settings.accumulate, settings.ranks, settings.batch)[:, self.rank]
+        for part in starts.tensor_split(settings.accumulate):
+            mine = part.tensor_split(settings.ranks)[self.rank]
+            yield mine, len(mine) * settings.ranks / len(starts)
 
     def _loss(self, starts: Tensor) -> Tensor:
         inputs, targets = self.corpus.windows(starts, self.settings.context)

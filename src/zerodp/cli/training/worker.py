@@ -17,7 +17,7 @@ import torch.distributed as dist
 import zerodp
 
 from ..parser import UsageError
-from . import ledger, report, state
+from . import ledger, report
 from .panel import display
 from .settings import Settings
 from .stopping import StopRequest
@@ -26,6 +26,8 @@ from .trainer import Record, Stop, Trainer
 
 PROMPT = b"def "
 FINAL_WINDOWS = 128
+CHECKPOINTS = "checkpoints"  # of a run, in its folder
+KEPT = 2
 
 
 def command(folder: Path, resumes: bool) -> list[str]:
@@ -54,10 +56,13 @@ def choose_device(name: str) -> torch.device:
 
 @contextlib.contextmanager
 def _group(device: torch.device) -> Iterator[None]:
+    store, rank, size = next(dist.rendezvous("env://"))
+    # torchrun may use one store for all its attempts, where the addresses of ranks that are gone still stand.
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=device)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         yield
     finally:
@@ -78,7 +83,7 @@ class _Run:
         self._check_text()
         self.progress: dict[str, Any] = {"step": 0, "seconds": 0.0}
         if resumes:
-            self.progress = state.load(folder, self.trainer.model, self.trainer.optimizer)
+            self._load()
 
     def run(self) -> int:
         first = self.progress["step"]
@@ -112,15 +117,24 @@ class _Run:
             if stop != Stop.NO:
                 return stop
             if trainer.step % settings.save_every == 0:
-                self._save()
+                self._save(asynchronous=True)
         return Stop.NO
 
     def _wish(self) -> int:
         return self.request.signal or (Stop.TIME if time.monotonic() > self.deadline else Stop.NO)
 
-    def _save(self) -> None:
-        progress = {"step": self.trainer.step, "seconds": self.trainer.seconds}
-        state.save(self.folder, self.trainer.model, self.trainer.optimizer, progress)
+    def _save(self, asynchronous: bool = False) -> None:
+        step = self.trainer.step
+        progress = {"step": step, "seconds": self.trainer.seconds}
+        path = self.folder / CHECKPOINTS / f"step-{step:06d}"
+        model, optimizer = self.trainer.model, self.trainer.optimizer
+        zerodp.save(path, model, optimizer, extra=progress, asynchronous=asynchronous, keep=KEPT)
+
+    def _load(self) -> None:
+        """Go on from the newest checkpoint; a run that was ended before its first one begins anew."""
+        path = zerodp.latest(self.folder / CHECKPOINTS)
+        if path is not None:
+            self.progress = zerodp.load(path, self.trainer.model, self.trainer.optimizer)
 
     def _sample(self) -> bytes:
         """Rank 0's text; the others lend their parameters."""
