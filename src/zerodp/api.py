@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .checkpoint.weights import Weights
 from .config import Config
 from .core import mesh as meshes
 from .core import module, optimizer_state, wrap
@@ -16,6 +17,7 @@ from .core.arena import Arena
 from .core.comm import Comm
 from .core.control import Kind, share_verdict
 from .core.elementwise import check_elementwise
+from .core.materialise import Initialised, Source
 from .core.module import ShardedModule
 from .core.optimizer import Engine, ShardedOptimizer
 from .core.precision import LossScaler, computes_in_fp32, dtypes_of
@@ -31,7 +33,8 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     """Shard `model` and `optimizer` over the ranks of the process group, in place (a collective).
 
     Args:
-        model: any module on the CPU or the training device; rank 0's values are taken on all ranks.
+        model: any module on the CPU, the training device or the meta device; rank 0's values are taken on all ranks. What is
+            on the meta device is initialised or read from `weights`, unit by unit; see docs/big-models.md.
         optimizer: an elementwise torch optimizer over parameters of `model`, or None (a teacher, inference).
         config: a `zerodp.Config`; `options` override its fields by name.
 
@@ -40,8 +43,8 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
         `ShardedOptimizer` (or None).
 
     Raises:
-        ConfigError: a setting, model or optimizer that cannot work; RankMismatchError: ranks that came with different ones.
-            Both on every rank alike, before anything is changed.
+        ConfigError: a setting, model or optimizer that cannot work; CheckpointError: `weights` that do not fit the model;
+            RankMismatchError: ranks that came with different ones. On every rank alike, before anything is changed.
     """
     problem: ZeroError | None = None
     try:
@@ -53,6 +56,7 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     if problem is None:
         try:
             plans = _check(model, optimizer, settings)
+            source = _source(model, plans, settings, mesh.world.rank == 0)
             facts = _facts(settings, plans, optimizer)
         except ZeroError as error:
             problem = error
@@ -65,7 +69,7 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     comm.mesh = meshes.connect(mesh)
     if settings.exact is not None:
         comm.exact = settings.exact
-    return _assemble(model, optimizer, settings, plans, comm)
+    return _assemble(model, optimizer, settings, plans, source, comm)
 
 
 def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
@@ -84,6 +88,13 @@ def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
     return plans
 
 
+def _source(model: nn.Module, plans: list[wrap.Plan], config: Config, gives: bool) -> Source:
+    """Where values come from; what has none and gets none is found here."""
+    if config.weights is not None:
+        return Weights(config.weights, model, plans, gives)
+    return Initialised(model, plans, gives)
+
+
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if isinstance(optimizer, ShardedOptimizer):
         raise ConfigError("shard: this optimizer is sharded already")
@@ -97,6 +108,12 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
                     f"shard: parameter group {number} of the optimizer holds a tensor of shape {tuple(parameter.shape)} that is no parameter of "
                     "the model; build the optimizer over model.parameters() of the model that is sharded"
                 )
+    for state in optimizer.state.values():
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values()):
+            raise ConfigError(
+                f"shard: {type(optimizer).__name__} made state on the meta device when it was built, which has no values; build the model with "
+                "values for this optimizer, or choose one that makes its state at the first step"
+            )
     check_elementwise(optimizer)
 
 
@@ -104,7 +121,17 @@ def _facts(config: Config, plans: list[wrap.Plan], optimizer: Any) -> list[str]:
     """What must be the same on all ranks, in words."""
     facts = [
         f"{name}={getattr(config, name)!r}"
-        for name in ("stage", "precision", "reduction", "exact", "unsharded_bytes", "prefetch", "bucket_bytes", "check")
+        for name in (
+            "stage",
+            "precision",
+            "reduction",
+            "exact",
+            "unsharded_bytes",
+            "prefetch",
+            "bucket_bytes",
+            "weights",
+            "check",
+        )
     ]
     for plan in plans:
         facts += [
@@ -128,7 +155,9 @@ def _compare(everyone: list[list[str]]) -> None:
             raise RankMismatchError(f"shard() was called differently: rank 0 has {a}; rank {rank} has {b}")
 
 
-def _assemble(model: nn.Module, optimizer: Any, config: Config, plans: list[wrap.Plan], comm: Comm) -> tuple[Any, Any]:
+def _assemble(
+    model: nn.Module, optimizer: Any, config: Config, plans: list[wrap.Plan], source: Source, comm: Comm
+) -> tuple[Any, Any]:
     device = _device(config, comm.mesh.device_type, model)
     arena = Arena(device)
     scaler = LossScaler(config.precision)
@@ -142,14 +171,15 @@ def _assemble(model: nn.Module, optimizer: Any, config: Config, plans: list[wrap
     for unit in units:
         unit.runtime = runtime
         for flat in unit.flats:
-            flat.fill(arena, comm)
-    _buffers(model, config, runtime)
+            flat.fill(arena, comm, source.values(flat))
+    _buffers(model, config, source, runtime)
     model.__class__ = type(type(model).__name__, (ShardedModule, type(model)), {"__module__": type(model).__module__})
     model._zerodp = runtime  # type: ignore[assignment]
     runtime.hooks = module.install(model, runtime, config.precision)
     runtime.optimizer = None
     if optimizer is not None:
         runtime.optimizer = _take_optimizer(optimizer, plain, runtime, scaler)
+    arena.clear()
     comm.rows.clear()  # counting begins with the first pass
     return model, runtime.optimizer
 
@@ -174,14 +204,14 @@ def _device(config: Config, device_type: str, model: nn.Module) -> torch.device:
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
-def _buffers(model: nn.Module, config: Config, runtime: Runtime) -> None:
+def _buffers(model: nn.Module, config: Config, source: Source, runtime: Runtime) -> None:
     """Rank 0's buffers on all ranks, on the device, in the dtype asked for."""
     wanted = config.precision.buffer_dtype if config.precision is not None else None
     for holder in model.modules():
         for key, buffer in holder._buffers.items():
             if buffer is None:
                 continue
-            buffer = buffer.to(runtime.arena.device)
+            buffer = source.buffer(buffer).to(runtime.arena.device)
             if buffer.numel():
                 sent = buffer.contiguous()
                 runtime.comm.broadcast(sent, "(buffers)")
@@ -244,6 +274,7 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
     sharded = runtime.optimizer
     if optimizer is not None and optimizer is not sharded:
         raise ConfigError("unshard: this optimizer was not sharded with this model")
+    runtime.take_back()
     runtime.control.require(Kind.STATE)
     state = sharded.state_dict() if sharded is not None else None
     values = {flat: whole_values(runtime, flat) for flat in runtime.flats()}

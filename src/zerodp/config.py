@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ class Config:
     unsharded_bytes: int = 0
     prefetch: int = 1
     bucket_bytes: int | None = None
+    weights: str | None = None
     check: bool = True
 
     def __post_init__(self) -> None:
@@ -176,6 +178,8 @@ class Config:
             whole("bucket_bytes", self.bucket_bytes, least=1)
         if self.device is not None:
             put("device", _device(self.device))
+        if self.weights is not None:
+            put("weights", _path("weights", self.weights))
         if self.units is not None:
             put("units", _units(self.units))
         if self.reduction not in ("mean", "sum"):
@@ -237,6 +241,12 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
     if not all(isinstance(p, str) for p in patterns):
         raise ConfigError(f"{name}: expected glob patterns over names, such as 'head.*', got {value!r}")
     return patterns
+
+
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(f"{name}: expected the path of a safetensors file or a Hugging Face folder, got {value!r}")
+    return os.fspath(value)
 
 
 def _device(value: Any) -> torch.device:

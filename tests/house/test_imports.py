@@ -17,7 +17,7 @@ LAYERS = [
     ("core.mesh", "core.comm", "core.watch", "core.arena", "tiers", "tiers.*"),
     ("core.parameter", "core.norms", "core.schedule", "core.elementwise", "core.unit", "core.wrap"),
     ("core.cache", "core.control", "core.reducer", "core.pager", "core.precision"),
-    ("core.runtime",),
+    ("core.runtime", "core.materialise"),
     ("core.access", "core.optimizer", "core.optimizer_state", "core.module"),
     ("checkpoint", "checkpoint.*", "planning", "planning.*", "residual", "residual.*"),
     ("api",),

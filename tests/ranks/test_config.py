@@ -128,7 +128,10 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "sharded": (lambda: zerodp.shard(nn.Linear(3, 3))[0], r"sharded already; zerodp\.unshard\(model\) undoes it"),
     "part sharded": (sharded_inside, r"a part of this model is sharded already; shard the whole model once"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"'0\.weight' is uninitialized.*run one forward pass"),
-    "meta": (lambda: nn.Linear(3, 3, device="meta"), r"'weight' is on the meta device.*to_empty"),
+    "meta": (
+        lambda: nn.ParameterList([torch.empty(3, device="meta")]),
+        r"'0': on the meta device, and no module's reset_parameters\(\)",
+    ),
     "sparse": (sparse, r"module '0' gives sparse gradients.*sparse=False"),
     "overlapping": (overlapping, r"'weight' of shape \(3, 3\) has strides \(0, 1\).*contiguous"),
 }

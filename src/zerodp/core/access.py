@@ -52,6 +52,7 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
     """
     runtime, units, everything = _units_of(model_or_modules)
     runtime.require_idle("full_params()")
+    runtime.take_back()
     runtime.control.require(Kind.FULL)
     if write and any(unit.opened for unit in units):
         raise ShardedError(
@@ -65,8 +66,8 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
         unit.show()
         unit.holders += 1
         unit.opened += 1
-    kept = {} if write else {flat: _own(flat, copy=True) for unit in brought for flat in unit.flats}
-    versions = [(p, p._version) for unit in brought for flat in unit.flats for p in flat.parameters]
+    flats = [flat for unit in brought for flat in unit.flats]
+    before = [] if write else [Before(flat) for flat in flats]
     runtime.open += everything
     failing = True
     try:
@@ -80,7 +81,7 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
         if runtime.comm.broken is None and write:
             _keep(runtime, brought)
         elif runtime.comm.broken is None:
-            _drop(runtime, brought, kept, versions, failing)
+            _drop(runtime, brought, before, failing)
 
 
 def _keep(runtime: Runtime, units: list[Unit]) -> None:
@@ -92,25 +93,40 @@ def _keep(runtime: Runtime, units: list[Unit]) -> None:
         unit.free()
 
 
-def _drop(
-    runtime: Runtime, units: list[Unit], kept: dict[Flat, list[Tensor]], versions: list[tuple[Any, int]], failing: bool
-) -> None:
-    """Give the pages back, and refuse edits: seen by their version, or (made through .data) by their values."""
-    edited = next((p._zerodp.name for p, version in versions if p._version != version), None)
-    edited = edited or next(
-        (name for flat, before in kept.items() if (name := _changed(flat, before)) is not None), None
-    )
+class Before:
+    """What a flat was when it was opened for reading, so that an edit is seen and undone."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+        self.versions = [p._version for p in flat.parameters]
+        self.sums = [checksum(view) for view in _page(flat).views]
+        # Where parameters stay whole this rank's part of them may be the master itself.
+        self.own = [parts[flat.group.rank].clone() for parts in _page(flat).parts] if flat.full is not None else []
+
+    def edited(self) -> str | None:
+        """The first parameter that was edited: seen by its version, or (made through .data) by its values."""
+        now = zip(self.flat.names, self.flat.parameters, _page(self.flat).views, self.versions, self.sums, strict=True)
+        return next((n for n, p, view, version, s in now if p._version != version or checksum(view) != s), None)
+
+    def restore(self, runtime: Runtime) -> None:
+        if self.flat.full is not None:
+            for parts, before in zip(self.flat.full.parts, self.own, strict=True):
+                parts[self.flat.group.rank].copy_(before)
+            for handle in self.flat.gather_into(self.flat.full, runtime.comm):
+                handle.wait()
+
+
+def _drop(runtime: Runtime, units: list[Unit], before: list[Before], failing: bool) -> None:
+    """Give the pages back, and refuse edits."""
+    edited = next((name for one in before if (name := one.edited()) is not None), None)
     said = runtime.comm.exchange_objects(edited, "the end of full_params()")
     edited = next((name for name in said if name is not None), None)
+    if edited is not None:
+        for one in before:
+            one.restore(runtime)
     for unit in units:
         if edited is not None:
             runtime.pager.cache.forget(unit)
-            for flat in unit.flats:
-                if flat.full is not None:  # its own part may be the master itself
-                    for mine, before in zip(_own(flat), kept[flat], strict=True):
-                        mine.copy_(before)
-                    for handle in flat.gather_into(flat.full, runtime.comm):
-                        handle.wait()
         if unit.kept:
             unit.hide()
         else:
@@ -121,27 +137,22 @@ def _drop(
         )
 
 
+def checksum(tensor: Tensor) -> tuple[int, int]:
+    """Of the bits, and of the bits by their place: other values, or the same ones elsewhere, give another sum."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    total = placed = 0
+    for number, values in enumerate(flat.view(_bits(flat)).split(2**20)):
+        bits = values.long()
+        here = int(bits.sum())
+        total += here
+        placed += number * here + int((bits * torch.arange(len(bits), device=bits.device)).sum())
+    return total, placed
+
+
 def _page(flat: Flat) -> Cut:
     page = flat.page
     assert page is not None, "full_params gathers before it looks"
     return page
-
-
-def _own(flat: Flat, copy: bool = False) -> list[Tensor]:
-    """This rank's part of each piece of the gathered flat; a copy only where it is the master itself."""
-    if copy and flat.shard[0].dtype == flat.param_dtype and flat.full is None:
-        return flat.shard  # the page is a copy already
-    parts = [parts[flat.group.rank] for parts in _page(flat).parts]
-    return [p.clone() for p in parts] if copy else parts
-
-
-def _changed(flat: Flat, before: list[Tensor]) -> str | None:
-    """The first parameter whose values on this rank's part differ from `before`."""
-    now = _own(flat)
-    for s in flat.segments:
-        if not same_bits(now[s.piece][s.offset : s.offset + s.numel], before[s.piece][s.offset : s.offset + s.numel]):
-            return flat.names[s.index]
-    return None
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -197,6 +208,7 @@ def original_buffers(runtime: Runtime) -> Iterator[None]:
 def whole(runtime: Runtime) -> Iterator[None]:
     """Inside, parameters (and floating-point buffers) are ordinary again, full and in their original dtypes."""
     runtime.require_idle("state_dict()")
+    runtime.take_back()
     runtime.control.require(Kind.STATE)
     for flat in runtime.flats():
         flat.replace(whole_values(runtime, flat))
@@ -231,11 +243,11 @@ def rank0_buffers(runtime: Runtime) -> Iterator[None]:
 
 def load(runtime: Runtime, state_dict: Any, plainly: Callable[[], Any]) -> Any:
     """Run torch's own load on whole parameters, then take what changed into the shards."""
-    problem, result = None, None
+    problem, result = _two_values(runtime, state_dict), None
     with whole(runtime):
         before = {flat: [p.data.clone() for p in flat.parameters] for flat in runtime.flats()}
         try:
-            result = plainly()
+            result = plainly() if problem is None else None
         except RuntimeError as error:
             problem = CheckpointError(str(error))
         runtime.control.share(problem)
@@ -247,6 +259,23 @@ def load(runtime: Runtime, state_dict: Any, plainly: Callable[[], Any]) -> Any:
             flat.stale = True
     runtime.refresh()
     return result
+
+
+def _two_values(runtime: Runtime, state_dict: Any) -> CheckpointError | None:
+    """Tied names are one parameter here; which of two values would win should not depend on their order."""
+    first: dict[int, str] = {}
+    for name, value in runtime.plain_state_dict(keep_vars=True).items():
+        other = first.setdefault(id(value), name)
+        a, b = state_dict.get(other), state_dict.get(name)
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a is not b and not same_values(a, b):
+            return CheckpointError(
+                f"{other!r} and {name!r} are one parameter in this model, but have two values in the state dict; make them equal, or leave one out"
+            )
+    return None
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and same_bits(a.contiguous(), b.contiguous())
 
 
 def _write(flat: Flat, index: int, new: Tensor, old: Tensor) -> None:
@@ -267,6 +296,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | tor
     """The plain model's state dict on `device`, gathered unit by unit (a collective); `{}` on the other ranks by default."""
     runtime = runtime_of(model)
     runtime.require_idle("full_state_dict()")
+    runtime.take_back()
     runtime.control.require(Kind.STATE)
     keeps = not rank0_only or runtime.comm.mesh.world.rank == 0
     values: dict[int, Tensor] = {}

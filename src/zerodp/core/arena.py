@@ -61,7 +61,7 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.idle: list[Slot] = []
+        self.idle: dict[int, list[Slot]] = {}  # by size
         self.limbo: list[Slot] = []
         self.reserved = self.lent = self.lent_peak = 0
         self.now = dict.fromkeys(KINDS, 0)
@@ -76,8 +76,10 @@ class Arena:
             self.settle()
         needed = numel * dtype.itemsize
         self.lent += needed
-        self.lent_peak = max(self.lent_peak, self.lent)
-        slot = self._fitting(needed)
+        if self.lent > self.lent_peak:
+            self.lent_peak = self.lent
+        same = self.idle.get(needed)
+        slot = same.pop() if same else self._fitting(needed)
         if slot is None:
             self._trim(needed)
             with torch.inference_mode(False):  # or training could not use it later
@@ -88,25 +90,20 @@ class Arena:
 
     def _fitting(self, needed: int) -> Slot | None:
         """The smallest idle buffer that is large enough and not much larger."""
-        best = None
-        for slot in self.idle:
-            size = slot.size
-            if needed <= size <= 2 * needed and (best is None or size < best.size):
-                best = slot
-                if size == needed:
-                    break
-        if best is not None:
-            self.idle.remove(best)
-        return best
+        size = min((size for size, slots in self.idle.items() if slots and needed <= size <= 2 * needed), default=None)
+        return None if size is None else self.idle[size].pop()
 
-    def give(self, slot: Slot) -> None:
-        """Hand a slot back. While somebody still sees it, it waits in limbo: freeing too early is impossible."""
-        if slot.in_use:
+    def give(self, slot: Slot, done: bool = False) -> None:
+        """Hand a slot back. While somebody still sees it, it waits in limbo: freeing too early is impossible.
+
+        done: its last use is over, whoever still refers to it; for slots that `clear` drops before any pass.
+        """
+        if slot.in_use and not done:
             self.limbo.append(slot)
         else:
             self.lent -= slot.nbytes
             self.add(slot.kind, -slot.nbytes)
-            self.idle.append(slot)
+            self.idle.setdefault(slot.size, []).append(slot)
 
     def settle(self) -> None:
         """Look again at the slots in limbo."""
@@ -120,10 +117,24 @@ class Arena:
         self.settle()
         return [(slot.label, slot.nbytes) for slot in self.limbo]
 
+    def drop_idle(self) -> None:
+        """Let go of every buffer that nobody uses now."""
+        self._trim(self.lent_peak)
+
     def _trim(self, needed: int) -> None:
-        self.idle.sort(key=lambda s: s.size)
-        while self.idle and self.reserved + needed > self.lent_peak:
-            self.reserved -= self.idle.pop().size
+        for size in sorted(self.idle, reverse=True):
+            slots = self.idle[size]
+            while slots and self.reserved + needed > self.lent_peak:
+                slots.pop()
+                self.reserved -= size
+            if not slots:
+                del self.idle[size]
+
+    def clear(self) -> None:
+        """Let go of idle buffers, and begin to count peaks anew."""
+        self.settle()
+        self.drop_idle()
+        self.reset_peaks()
 
     # ---- long-lived memory
 
@@ -143,8 +154,10 @@ class Arena:
         self.now[kind] += nbytes
         self.total += nbytes
         if nbytes > 0:
-            self.peak[kind] = max(self.peak[kind], self.now[kind])
-            self.total_peak = max(self.total_peak, self.total)
+            if self.now[kind] > self.peak[kind]:
+                self.peak[kind] = self.now[kind]
+            if self.total > self.total_peak:
+                self.total_peak = self.total
 
     def reset_peaks(self) -> None:
         self.peak = dict(self.now)

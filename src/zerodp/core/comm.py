@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ..errors import RankMismatchError, ZeroError
 from .mesh import Group, Mesh, beside, drop_groups
@@ -28,9 +29,21 @@ from .watch import WATCH
 
 GATHER, REDUCE, CONTROL = 0, 1, 2  # lanes: none waits behind another
 
-# torch 2.13 renames these; older releases have only the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renames these; older releases have only the old names. The group's own methods: what torch.distributed wraps
+# around them costs as much again.
+_all_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+_all_to_all = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+
+
+def _asynchronous(options: Any) -> Any:
+    options.asyncOp = True
+    return options
+
+
+_GATHERS = _asynchronous(distributed_c10d.AllgatherOptions())
+_SCATTERS = _asynchronous(distributed_c10d.ReduceScatterOptions())
+_EXCHANGES = _asynchronous(distributed_c10d.AllToAllOptions())
 
 
 @dataclass
@@ -139,21 +152,24 @@ class Comm:
             for peer in group.peers:
                 works += (pg.recv([parts[peer]], peer, tag), pg.send(own, peer, tag))
         else:
-            works = [_all_gather(out, parts[group.rank], group=pg, async_op=True)]
+            works = [_all_gather(pg, out, parts[group.rank], _GATHERS)]
         return Handle(self, works, group, GATHER, what)
 
-    def receive_numel(self, numel: int, group: Group) -> int:
-        """Elements of receive space that `reduce_scatter` of `numel` elements needs."""
+    def receive_parts(self, group: Group) -> int:
+        """How many ranks' parts of space `reduce_scatter` needs to receive."""
         if group.size == 1:
             return 0
-        if not self.exact:
-            return numel // group.size
-        return numel // group.size * (group.size - 1 if self.pairwise else group.size)
+        return 1 if not self.exact else group.size - 1 if self.pairwise else group.size
+
+    @property
+    def lands(self) -> bool:
+        """Whether one of the received parts may lie apart from the others."""
+        return self.pairwise or not self.exact
 
     def reduce_scatter(
         self,
         bucket: Tensor,
-        receive: Tensor,
+        receive: list[Tensor],
         group: Group,
         unit: str,
         parts: Sequence[Tensor] | None = None,
@@ -161,7 +177,8 @@ class Comm:
     ) -> Handle:
         """Send each rank its part of `bucket` [size * n]. The result is a list of [n] whose sum, in that order, is this rank's.
 
-        receive: `receive_numel` elements; parts: the ranks' parts of `bucket`, where the caller has them.
+        receive: `receive_parts` tensors [n], one behind the other in memory unless `lands`; parts: the ranks' parts of
+        `bucket`, where the caller has them.
         """
         n = bucket.numel() // group.size
         if parts is None:
@@ -171,31 +188,18 @@ class Comm:
         self.count(op, unit, bucket.dtype, n * (group.size - 1), 1)
         what = f"the reduction of unit {unit!r}"
         pg = self._lane(group, REDUCE, what)
-        if not self.exact:
-            return Handle(
-                self,
-                [_reduce_scatter(receive, bucket, group=pg, async_op=True)],
-                group,
-                REDUCE,
-                what,
-                [receive],
-            )
-        space = list(receive.view(-1, n).unbind())
-        if not self.pairwise:
-            return Handle(
-                self,
-                [dist.all_to_all_single(receive, bucket, group=pg, async_op=True)],
-                group,
-                REDUCE,
-                what,
-                space,
-            )
         works: list[Any] = []
-        tag = _tag(self.number, unit)
-        for peer in group.peers:
-            works += (pg.recv([space[peer - (peer > group.rank)]], peer, tag), pg.send([parts[peer]], peer, tag))
-        space.insert(group.rank, parts[group.rank])
-        return Handle(self, works, group, REDUCE, what, space)
+        if not self.exact:
+            works = [_reduce_scatter(pg, receive[0], bucket, _SCATTERS)]
+        elif self.pairwise:
+            tag = _tag(self.number, unit)
+            for space, peer in zip(receive, group.peers, strict=True):
+                works += (pg.recv([space], peer, tag), pg.send([parts[peer]], peer, tag))
+            receive = [*receive[: group.rank], parts[group.rank], *receive[group.rank :]]
+        else:
+            whole = receive[0].as_strided((bucket.numel(),), (1,))
+            works = [_all_to_all(pg, whole, bucket, [], [], _EXCHANGES)]
+        return Handle(self, works, group, REDUCE, what, receive)
 
     def broadcast(self, tensor: Tensor, unit: str) -> None:
         """Rank 0's values to every rank of the mesh; waits."""
@@ -221,7 +225,7 @@ class Comm:
             return Handle(self, (), world, CONTROL, what, message.expand(world.size, -1))
         self._raise_if_broken()
         out = message.new_empty(world.size * message.numel())
-        work = _all_gather(out, message, group=self.mesh.control, async_op=True)
+        work = _all_gather(self.mesh.control, out, message, _GATHERS)
         return Handle(self, [work], world, CONTROL, what, out.view(world.size, -1))
 
     def exchange_objects(self, value: Any, what: str) -> list[Any]:

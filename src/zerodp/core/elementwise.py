@@ -42,7 +42,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parts: bool) -> Tensor:
     """Two steps of a copy of the optimizer over a matrix of its own, whole or cut."""
-    device = next((p.device for p in group["params"]), torch.device("cpu"))
+    device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     numel = 4 * ALIGN
     values, *gradients = (torch.randn(numel, generator=generator).to(device) for _ in range(3))

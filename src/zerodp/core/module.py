@@ -135,10 +135,10 @@ def arm(runtime: Runtime, flat: Flat, index: int) -> None:
         node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         parameter.requires_grad_(needs)
 
-    engine = weakref.ref(runtime), weakref.ref(flat)  # the node holds this hook, and the parameter; see `Where`
+    engine, place = weakref.ref(runtime), weakref.ref(flat)  # the node holds this hook, and the parameter; see `Where`
 
     def accumulated(*_: Any) -> None:
-        runtime, flat = engine[0](), engine[1]()
+        runtime, flat = engine(), place()
         if runtime is not None and flat is not None:
             runtime.arrived(flat, index, parameter)
 

@@ -135,13 +135,16 @@ class Pager:
         """All expected gradients of the unit are in: reduce it, and let its page go."""
         if current.synchronizes:
             current.record.append((REDUCE, unit.index))
-            at = current.find(REDUCE, unit.index)
-            if at is None:
+            current.complete.add(unit.index)
+            if current.find(REDUCE, unit.index) is None:
                 current.missed = True
-            else:
-                self.launch_through(current, at)
+            elif (last := current.reducible()) is not None:
+                self.launch_through(current, last)
         if unit.pages and unit.holders == 0:
             self.release(unit)
+            if current.gathers_no_more:
+                # The last gradients come now, when memory is fullest, and nothing here needs this page's space any more.
+                self.runtime.arena.drop_idle()
 
     def finish(self, current: Pass) -> None:
         """The end of a pass launches the rest of its list; nothing stays but what is held or kept."""

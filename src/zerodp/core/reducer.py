@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -36,23 +37,25 @@ class Reducer:
 
     def accept(self, flat: Flat, index: int, parameter: Any) -> bool:
         """Move this rank's finished gradient of one parameter into the bucket."""
-        if not flat.unit.visible or torch.is_grad_enabled():  # hidden parameters trap uses; create_graph records them
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                return self._accept(flat, index, parameter)
-        return self._accept(flat, index, parameter)
+        if flat.unit.visible and not torch.is_grad_enabled():
+            return self._accept(flat, index, parameter, parameter.grad)
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            torch.no_grad(),
+        ):  # hidden parameters trap uses; create_graph records them
+            return self._accept(flat, index, parameter, grad_of(parameter))
 
-    def _accept(self, flat: Flat, index: int, parameter: Any) -> bool:
-        grad = grad_of(parameter)
+    def _accept(self, flat: Flat, index: int, parameter: Any, grad: Tensor | None) -> bool:
         if grad is None:
             return False
+        if flat.bucket is None:
+            self._open(flat)
+        view = flat.bucket.views[index]  # type: ignore[union-attr]
+        scale = self._early[flat]
         if grad.is_sparse:
             raise ConfigError(
                 f"parameter {flat.names[index]!r} got a sparse gradient; build its module with sparse=False"
             )
-        if flat.bucket is None:
-            self._open(flat)
-        view = flat.bucket.views[index]  # type: ignore[union-attr]
-        scale = self._early_scale(flat)
         if index in flat.filled:
             if view.dtype.itemsize < 4:
                 flat.promote_bucket(self.arena)
@@ -71,13 +74,10 @@ class Reducer:
         if flat.persistent is not None and any(busy is flat for busy, _ in self.under_way):
             self.drain()
         flat.open_bucket(self.arena)
-
-    def _early_scale(self, flat: Flat) -> Tensor | None:
-        """The mean's 1/N costs nothing while copying; 16-bit gradients would lose small values, so theirs comes after the sum."""
         if flat not in self._early:
+            # The mean's 1/N costs nothing while copying; 16-bit gradients would lose small values, so theirs comes after the sum.
             early = self.mean and flat.param_dtype.itemsize >= 4 and self._contributors(flat) > 1
             self._early[flat] = torch.tensor(1.0 / self._contributors(flat), dtype=torch.float64) if early else None
-        return self._early[flat]
 
     def _late_scale(self, flat: Flat) -> float:
         scale = 1.0 / self._contributors(flat) if self.mean and flat.param_dtype.itemsize < 4 else 1.0
@@ -115,9 +115,10 @@ class Reducer:
         bucket, slot = self._complete_bucket(flat)
         group, replicas, name = flat.group, flat.replicas, flat.unit.name
         borrowed: list[Slot] = [slot] if slot is not None else []
+        target = self._landing(flat, bucket) if replicas.size == 1 else None
         first = [
-            self._send(piece, group, name, "reduce_scatter", borrowed, parts)
-            for piece, parts in zip(bucket.pieces, bucket.parts, strict=True)
+            self._send(piece, group, name, "reduce_scatter", borrowed, parts, landing)
+            for piece, parts, landing in zip(bucket.pieces, bucket.parts, target or repeat(None), strict=False)
         ]
         yield
         sums = [handle.wait() for handle in first]
@@ -129,8 +130,8 @@ class Reducer:
             yield
             sums = [handle.wait() for handle in second]
         fresh = flat.grad is None
-        target = flat.grad_storage(self.arena, promoted) if fresh else flat.grad
-        assert target is not None
+        if target is None:
+            target = flat.grad or flat.grad_storage(self.arena, promoted)
         gathers = []
         for parts, whole in zip(sums, target, strict=True):
             mine = whole if replicas.size == 1 else whole.view(replicas.size, -1)[replicas.rank]
@@ -170,13 +171,31 @@ class Reducer:
             bucket, slot = wire.cut(flat.key, flat.cut), wire
         return bucket, slot
 
-    def _send(self, piece: Tensor, group: Group, name: str, op: str, borrowed: list[Slot], parts: Any = None) -> Handle:
-        receive = self.comm.receive_numel(piece.numel(), group)
-        if not receive:
-            return self.comm.reduce_scatter(piece, piece, group, name, parts, op)
-        slot = self.arena.take(receive, piece.dtype, "buckets", name)
-        borrowed.append(slot)
-        return self.comm.reduce_scatter(piece, slot.tensor, group, name, parts, op)
+    def _landing(self, flat: Flat, bucket: Cut) -> list[Tensor] | None:
+        """The place of a first gradient, where one of the other ranks' parts can arrive right there."""
+        busy = any(flat is other for other, _ in self.under_way)
+        if not self.comm.lands or flat.group.size == 1 or flat.persistent is not None or flat.grad is not None or busy:
+            return None
+        return flat.grad_storage(self.arena, False) if flat.grad_dtype == bucket.whole.dtype else None
+
+    def _send(
+        self,
+        piece: Tensor,
+        group: Group,
+        name: str,
+        op: str,
+        borrowed: list[Slot],
+        parts: Any = None,
+        landing: Tensor | None = None,
+    ) -> Handle:
+        receive = [] if landing is None else [landing]
+        needed = self.comm.receive_parts(group) - len(receive)
+        if needed > 0:
+            numel = piece.numel() // group.size
+            slot = self.arena.take(needed * numel, piece.dtype, "buckets", name)
+            borrowed.append(slot)
+            receive += slot.tensor.view(needed, numel).unbind()
+        return self.comm.reduce_scatter(piece, receive, group, name, parts, op)
 
     def _sum(self, parts: Sequence[Tensor], out: Tensor | None, borrowed: list[Slot], scale: float = 1.0) -> Tensor:
         """parts[0] + parts[1] + ... in that order, in at least fp32, times `scale`, into `out` (or into space of ours)."""

@@ -61,9 +61,8 @@ class Runtime:
         self.passes: list[Pass] = []
         self.frames: list[Frame] = []
         self.orders: dict[tuple[Any, ...], Order] = {}
-        self.forwards: list[
-            tuple[tuple[Any, ...], list[int]]
-        ] = []  # since the last backward: key, units in order of use
+        # since the last backward: key, units in order of use
+        self.forwards: list[tuple[tuple[Any, ...], list[int]]] = []
         self.trace: deque[tuple[str, str, str]] = deque(maxlen=TRACE_LENGTH)  # what `Event` holds
         self.open = 0  # full_params contexts that hold every unit
         self.lent: list[int] | None = None  # versions of the shards when they were handed out for writing
@@ -131,7 +130,7 @@ class Runtime:
         return True
 
     def _begin_forward(self, module: nn.Module) -> None:
-        self._take_back()
+        self.take_back()
         self.control.look()
         grad = torch.is_grad_enabled()
         name = self.module_names.get(module, "?")
@@ -175,7 +174,8 @@ class Runtime:
             order = self.orders[key] = Order(
                 self._first_backward_order(set(trains) if synchronizes else set()), self.pager.prefetch
             )
-        current = Pass("backward", key, order, synchronizes=synchronizes)
+        awaited = {index for _, used in self.forwards for index in used} & set(order.arrivals or trains)
+        current = Pass("backward", key, order, synchronizes=synchronizes, awaited=awaited)
         for unit in self.units:
             unit.arrivals = 0
             unit.expected = order.arrivals.get(unit.index) or sum(
@@ -338,6 +338,7 @@ class Runtime:
     def settle(self, what: Kind, overflow: bool = False) -> Tensor:
         """All ranks are here, nothing is under way, and no gradient waits in a bucket anywhere. The result is the ranks' messages."""
         self.end_failed()
+        self.take_back()
         self.reducer.drain()
         rows = self.control.require(what, overflow=overflow)
         self.reduce_waiting(rows)
@@ -374,7 +375,7 @@ class Runtime:
         if self.lent is None:
             self.lent = self._versions()
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """If any rank wrote into lent shards, whole parameters are old."""
         if self.lent is not None:
             edited = self.lent != self._versions()

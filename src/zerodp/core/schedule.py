@@ -37,6 +37,10 @@ class Order:
     def reduces(self) -> bool:
         return any(kind == REDUCE for kind, _ in self.ops)
 
+    @property
+    def last_gather(self) -> int:
+        return max((place for place, (kind, _) in enumerate(self.ops) if kind == GATHER), default=-1)
+
     def revise(self, record: Sequence[Op], arrived: bool) -> None:
         """Take the order that was really used (rank 0's); what it lacks keeps its place, as other ranks may need it."""
         self.revisions += 1
@@ -60,12 +64,33 @@ class Pass:
     frozen: list[int] = field(default_factory=list)  # pages that no gradient will release
     arrived: bool = False
     synchronizes: bool = True
+    awaited: set[int] = field(default_factory=set)  # units that will get gradients on this rank, by all it knows
+    complete: set[int] = field(default_factory=set)  # units whose gradients are all here
     alive: Callable[[], Any] | None = None  # of a backward: None once autograd is done with it, or has failed
 
     @property
     def failed(self) -> bool:
         """An exception has ended this backward, so that autograd will not say that it ends."""
         return self.alive is not None and self.alive() is None
+
+    def reducible(self) -> int | None:
+        """The last place in the list up to which every awaited unit is complete; None if the next one is not.
+
+        A reduction never overtakes gradients that are still to come: theirs would be added up in another order.
+        """
+        last = None
+        for position in range(self.pointer, len(self.order.ops)):
+            kind, index = self.order.ops[position]
+            if kind == REDUCE:
+                if index in self.complete:
+                    last = position
+                elif index in self.awaited:
+                    break
+        return last
+
+    @property
+    def gathers_no_more(self) -> bool:
+        return self.pointer > self.order.last_gather
 
     def find(self, kind: str, unit: int) -> int | None:
         """Where the list has this ahead of the pointer."""
@@ -82,21 +107,21 @@ def forward_order(units: Iterable[int]) -> list[Op]:
 
 def backward_order(uses: Sequence[int], units: Sequence[int], pages: set[int], trains: set[int], root: int) -> list[Op]:
     """The first backward, from the order of use in forward; `units` that were not used keep their registered place."""
-    order = list(dict.fromkeys(reversed(uses)))[::-1]  # a unit used twice is needed for its last use first
+    order = list(uses)
     for place, unit in enumerate(units):
         if unit not in order:
             order.insert(min(place, len(order)), unit)
+    if root in order:
+        order = [root, *(unit for unit in order if unit != root), root]
+    # A unit used twice is needed for its last use first, and has all its gradients after its first use.
+    first = {unit: place for place, unit in reversed(list(enumerate(order)))}
+    last = {unit: place for place, unit in enumerate(order)}
     ops: list[Op] = []
-    inner = [unit for unit in reversed(order) if unit != root]
-    if root in order and root in pages:
-        ops.append((GATHER, root))
-    for unit in inner:
-        if unit in pages:
+    for place, unit in reversed(list(enumerate(order))):
+        if unit in pages and last[unit] == place:
             ops.append((GATHER, unit))
-        if unit in trains:
+        if unit in trains and first[unit] == place:
             ops.append((REDUCE, unit))
-    if root in order and root in trains:
-        ops.append((REDUCE, root))
     return ops
 
 

@@ -6,6 +6,7 @@ concern one rank: launch the gather, show, hide, free. When a page comes or goes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -90,18 +91,23 @@ class Flat:
 
     # ---- set-up
 
-    def fill(self, arena: Arena, comm: Comm) -> None:
-        """Take the values of rank 0's parameters, keep this rank's shard, and hide the parameters."""
-        dtype = self.shard_dtype
-        whole = torch.zeros(self.layout.padded_numel, dtype=dtype, device=arena.device)
-        for parameter, (size, stride, offset) in zip(self.parameters, self.shapes, strict=True):
-            whole.as_strided(size, stride, offset).copy_(parameter.detach())
-        comm.broadcast(whole, self.unit.name)
+    def fill(self, arena: Arena, comm: Comm, values: Sequence[Tensor]) -> None:
+        """Take rank 0's `values` of the parameters, keep this rank's shard, and hide the parameters."""
+        dtype, numel = self.shard_dtype, self.layout.padded_numel
         stays = not self.pages
+        slot = None
         if stays and dtype == self.param_dtype:
+            whole = arena.allocate(numel, dtype, "parameters")
+        else:  # the same staging space for one unit after the other
+            slot = arena.take(numel, dtype, "unsharded", self.unit.name)
+            whole = slot.tensor
+        whole.zero_()  # padding too is the same everywhere
+        for value, (size, stride, offset) in zip(values, self.shapes, strict=True):
+            whole.as_strided(size, stride, offset).copy_(value)
+        comm.broadcast(whole, self.unit.name)
+        if slot is None:
             self.full = self.cut(whole)
             self.shard = [parts[self.group.rank] for parts in self.full.parts]
-            arena.add("parameters", whole.nbytes)
         else:
             kind = "parameters" if dtype == self.param_dtype else "master"
             shard = arena.allocate(self.layout.shard_numel, dtype, kind)
@@ -109,9 +115,8 @@ class Flat:
             for mine, parts in zip(self.shard, self.cut(whole).parts, strict=True):
                 mine.copy_(parts[self.group.rank])
             if stays:
-                self.full = self.cut(
-                    arena.allocate(self.layout.padded_numel, self.param_dtype, "parameters").copy_(whole)
-                )
+                self.full = self.cut(arena.allocate(numel, self.param_dtype, "parameters").copy_(whole))
+            arena.give(slot, done=True)  # the backend's thread may let go of what it sent a moment later
         if not self.residency.shards_gradients and self.trains:
             self.keep_gradients(arena)
         hole = placeholder(self.param_dtype, arena.device)

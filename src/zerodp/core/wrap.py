@@ -167,10 +167,6 @@ def check_model(model: nn.Module) -> None:
             raise ConfigError(
                 f"parameter {name!r} is uninitialized (a lazy module): run one forward pass before shard()"
             )
-        if parameter.is_meta:
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device and has no values: call model.to_empty(device=...) and initialise it before shard()"
-            )
         if (
             parameter.layout.__str__() != "torch.strided"
             or type(parameter).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__
