@@ -46,6 +46,7 @@ def load(path: Place, model: nn.Module, optimizer: Any = None) -> dict[str, Any]
     runtime = runtime_of(model)
     runtime.require_idle("load()")
     background.wait()
+    runtime.take_back()
     taken, problem = Taken(), None
     runtime.control.require(Kind.LOAD)
     shown = repr(path) if callable(path) else os.path.abspath(path)

@@ -58,6 +58,7 @@ def save(
     runtime = runtime_of(model)
     runtime.require_idle("save()")
     background.wait()
+    runtime.take_back()
     begin = time.perf_counter()
     target, token = Path(os.path.abspath(path)), uuid.uuid4().hex[:8]
     contents, config, problem = Contents(), None, None
@@ -124,8 +125,8 @@ def write(
     """All of a save that needs no model any more, in the caller's thread or another one. The result is this rank's bytes."""
     first, writer = channel.world.rank == 0, Writer(folders.temporary(target, token))
     try:
-        _together(channel, target, lambda: folders.prepare(target, token) if first else None)
-        rows = _together(channel, target, lambda: writer.write(contents, channel.world.rank))
+        _together(channel, target, token, lambda: folders.prepare(target, token) if first else None)
+        rows = _together(channel, target, token, lambda: writer.write(contents, channel.world.rank))
         everyone = channel.collect(rows)
 
         def conclude() -> None:
@@ -134,15 +135,15 @@ def write(
             if keep is not None:
                 folders.keep_newest(target, keep)
 
-        _together(channel, target, lambda: conclude() if first else None)
+        _together(channel, target, token, lambda: conclude() if first else None)
         return int(rows["bytes"])
     finally:
         if first:
             folders.discard(target, token)
 
 
-def _together(channel: Channel, target: Path, action: Callable[[], Any]) -> Any:
-    """Do something on this rank; what fails on one is raised on all."""
+def _together(channel: Channel, target: Path, token: str, action: Callable[[], Any]) -> Any:
+    """Do something on this rank; what fails on one is raised on all, when nothing of this save is left."""
     result: Any = None
     problem: Exception | None = None
     try:
@@ -150,6 +151,10 @@ def _together(channel: Channel, target: Path, action: Callable[[], Any]) -> Any:
     except Exception as error:
         problem = error if isinstance(error, ZeroError) else CheckpointError(f"save to {target}: {explained(error)}")
     said = channel.exchange(None if problem is None else [type(problem).__name__, str(problem)])
+    if any(said):
+        if channel.world.rank == 0:
+            folders.discard(target, token)
+        channel.exchange(None)
     share_verdict(said, problem)
     return result
 

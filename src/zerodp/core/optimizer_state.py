@@ -148,7 +148,8 @@ def load_full_state(optimizer: ShardedOptimizer, given: dict[str, Any]) -> None:
         group.update({k: v for k, v in settings.items() if k not in ("params", "param_names")})
     extra = given.get("zerodp")
     if extra is not None:
-        engine.scaler.load_state_dict(extra["loss_scaler"])
+        if engine.scaler.dynamic:  # others keep the scale that their precision says
+            engine.scaler.load_state_dict(extra["loss_scaler"])
         engine.skipped_steps = int(extra["skipped_steps"])
 
 
