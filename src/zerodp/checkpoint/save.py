@@ -72,7 +72,7 @@ def save(
     runtime.control.share(problem)
     arguments = [str(target), optimizer is not None, asynchronous, keep]
     token = same_on_all(runtime, "save", [arguments, token])
-    channel = Channel(runtime.comm.mesh)
+    channel = Channel(runtime.comm.mesh, apart=asynchronous)  # the control group may be in use while a thread saves
     facts = _facts(runtime)
 
     counts = traffic.of(runtime)

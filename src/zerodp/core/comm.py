@@ -286,14 +286,14 @@ class Comm:
 
 
 class Channel:
-    """Values between the ranks of a mesh on a group of their own, from any thread: what checkpoints agree on.
+    """Values between the ranks of a mesh, for what checkpoints agree on; on a group of their own, so from any thread, where `apart`.
 
     The group's own methods are called, not torch.distributed's functions: those refuse a group that the user's script has destroyed
     at its end, while a save may still be under way.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.world, self.group = mesh.world, beside(mesh)
+    def __init__(self, mesh: Mesh, apart: bool) -> None:
+        self.world, self.group = mesh.world, beside(mesh) if apart else mesh.control
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value (what JSON holds), in rank order, on every rank."""

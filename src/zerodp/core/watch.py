@@ -7,6 +7,7 @@ error. The ranks tell each other through the process group's store, and only whi
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import threading
@@ -31,6 +32,7 @@ class Watch:
         self.history: deque[tuple[str, int, str]] = deque(maxlen=64)  # (lane, sequence, what)
         self.models: dict[tuple[int, ...], int] = {}
         self.thread: threading.Thread | None = None
+        self.ended = threading.Event()
         # of the thread: the wait it saw last, since when, whether the others know of it, and what seemed wrong
         self.seen: tuple[str, int] | None = None
         self.since, self.published, self.suspicion = 0.0, False, ""
@@ -56,6 +58,13 @@ class Watch:
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, name="zerodp-watch", daemon=True)
             self.thread.start()
+            atexit.register(self._end)
+
+    def _end(self) -> None:
+        """Python ends daemon threads inside whatever they call, and a call of torch's then aborts the process."""
+        self.ended.set()
+        if self.thread is not None:
+            self.thread.join(PATIENCE)
 
     def verdict(self, model: str) -> str | None:
         """What any rank has found about this model, if one has."""
@@ -79,8 +88,7 @@ class Watch:
     # ---- the thread
 
     def _run(self) -> None:
-        while True:
-            time.sleep(INTERVAL)
+        while not self.ended.wait(INTERVAL):
             try:
                 self._glance()
             except (RuntimeError, ValueError):  # no store any more: rank 0 is gone, which the connections tell as well
