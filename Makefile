@@ -6,6 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 LINK ?=
+CHECKPOINTS ?=
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -29,6 +30,7 @@ check: $(VENV)/.with-dev  ## formatter, linter, type checker and tests
 
 bench: $(VENV)/.with-bench  ## measure beside DDP, FSDP2 and DeepSpeed; LINK=2gbit for a slow link, options by ARGS
 	$(RUN) bench/run.py $(if $(LINK),--link $(LINK)) $(ARGS)
+	$(if $(LINK),,$(RUN) bench/checkpoints.py $(CHECKPOINTS))
 
 clean:  ## remove the virtual environment and the tools' caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -43,6 +43,20 @@ def test_gpu_check_runs_on_the_cpu(tmp_path: Path) -> None:
     assert all(speed > 0 for speed in speeds.values())
 
 
+def test_checkpoints_are_compared_with_plain_files(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text("<!-- begin: checkpoints -->\n<!-- end: checkpoints -->\n")
+    tiny = ("--dim", "64", "--layers", "2", "--rounds", "1", "--methods", "zerodp3,fsdp2", "--folder", str(tmp_path))
+    done = bench("checkpoints.py", *tiny, "--page", str(page), "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    times = written(tmp_path)["times"]
+    assert {name: {kind for kind, taken in one.items() if taken} for name, one in times.items()} == {
+        "zerodp3": {"save", "save, plain", "load", "load, plain", "stall"},
+        "fsdp2": {"save", "save, plain", "load", "load, plain"},
+    }
+    assert "| FSDP2 | " in page.read_text()
+
+
 def test_run_compares_methods_and_their_losses(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("<!-- begin: loopback -->\n<!-- end: loopback -->\n")
