@@ -117,6 +117,18 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
     return float(taken), result
 
 
+def stalled(save: Callable[[], Any], trainer: Trainer) -> float:
+    """Seconds that an asynchronous save keeps the slower rank from training: in the call, and in the step that follows."""
+    import zerodp
+
+    _, saving = timed(save)
+    trainer.step([next(batches(dist.get_rank(), trainer.work.bsz, trainer.work.ctx))])
+    seconds = torch.tensor([zerodp.stats(trainer.model).checkpoint.stall_seconds], dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    saving.wait()
+    return float(seconds)
+
+
 def forget(folder: Path) -> None:
     """Ask the kernel to drop what it has cached of the files in a folder."""
     if dist.get_rank() == 0:
@@ -146,8 +158,7 @@ def rank_main(name: str, work: Workload, rounds: int, folder: Path) -> None:
         found["load"], _ = timed(load)
         found["load, plain"], _ = timed(files.load)
         if stall is not None:
-            found["stall"], saving = timed(stall)
-            saving.wait()
+            found["stall"] = stalled(stall, trainer)
         for kind, seconds in found.items() if turn else ():
             times[kind].append(seconds)
     if dist.get_rank() == 0:

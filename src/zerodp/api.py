@@ -274,7 +274,7 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
     sharded = runtime.optimizer
     if optimizer is not None and optimizer is not sharded:
         raise ConfigError("unshard: this optimizer was not sharded with this model")
-    runtime.take_back()
+    runtime.lending.take_back()
     runtime.control.require(Kind.STATE)
     state = sharded.state_dict() if sharded is not None else None
     values = {flat: whole_values(runtime, flat) for flat in runtime.flats()}

@@ -16,7 +16,7 @@ LAYERS = [
     ("config",),
     ("core.mesh", "core.comm", "core.watch", "core.arena", "tiers", "tiers.*"),
     ("core.parameter", "core.norms", "core.schedule", "core.elementwise", "core.unit", "core.wrap"),
-    ("core.cache", "core.control", "core.reducer", "core.pager", "core.precision"),
+    ("core.cache", "core.control", "core.lending", "core.reducer", "core.pager", "core.precision"),
     ("core.runtime",),
     ("core.access", "core.optimizer", "core.optimizer_state", "core.module"),
     ("materialise", "checkpoint", "checkpoint.*", "planning", "planning.*", "residual", "residual.*"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import resource
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 
 import zerodp
 from tests.ranks.checkpoints import Odd
+from tests.ranks.oracle import all_close
 from tests.ranks.pool import on_ranks
 from tests.ranks.toys import toy_b
 from zerodp.checkpoint import manifest, report
@@ -191,6 +194,57 @@ def test_asynchronous_saves_hold_the_values_of_their_moment(stage: int, tmp_path
         zerodp.load(tmp_path / name, model, optimizer)
         assert everything() == {value}
     assert zerodp.save(tmp_path / "c", model, optimizer) is None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", ["step", "written", "load_state_dict", "load"])
+def test_changes_wait_for_the_copy_of_an_asynchronous_save(change: str, stage: int, tmp_path: Path) -> None:
+    """The copy goes on beside training, here slowly; whatever changes what it copies waits for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 70), nn.Linear(70, 50))
+    model, optimizer = zerodp.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=stage)
+
+    def step() -> None:
+        model(torch.ones(1, 50)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def changed(how: str) -> None:
+        if how == "step":
+            step()
+        elif how == "written":
+            with zerodp.full_params(model, write=True), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(1)
+        elif how == "load_state_dict":
+            model.load_state_dict({name: torch.ones_like(tensor) for name, tensor in now.items()})
+        else:
+            zerodp.load(tmp_path / "other", model, optimizer)
+
+    step()
+    zerodp.save(tmp_path / "other", model, optimizer)
+    step()
+    now = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    moments = {name: state["exp_avg"].clone() for name, state in optimizer.state_dict()["state"].items()}
+    staging = importlib.import_module("zerodp.checkpoint.save")._Staging
+    copy = staging.__call__
+
+    def slowly(self: Any, values: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return copy(self, values)
+
+    staging.__call__ = slowly
+    try:
+        saving = zerodp.save(tmp_path / "x", model, optimizer, asynchronous=True)
+        assert saving is not None
+        assert not saving.done
+        changed(change)
+        saving.wait()
+    finally:
+        staging.__call__ = copy
+    zerodp.load(tmp_path / "x", model, optimizer)
+    all_close("weights", dict(model.state_dict()), now)
+    all_close("moments", {name: s["exp_avg"] for name, s in optimizer.state_dict()["state"].items()}, moments)
 
 
 @on_ranks(2, 3)

@@ -40,10 +40,11 @@ class Contents:
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
-    def staged(self, copy: Callable[[Tensor], Tensor]) -> Contents:
-        """The same with `copy` of all values, which training may change from here on."""
-        tensors = {key: tensor.moved(copy) for key, tensor in self.tensors.items()}
-        return Contents(tensors, self.objects, self.paths, self.aliases)
+    def staged(self, copy: Callable[[Tensor], Tensor], sharded: bool) -> None:
+        """Take a `copy` of all values that are sharded, or of all others, which training may change from here on."""
+        for key, tensor in self.tensors.items():
+            if tensor.sharded == sharded:
+                self.tensors[key] = tensor.moved(copy)
 
 
 def collect(runtime: Runtime, optimizer: ShardedOptimizer | None, extra: Any) -> Contents:

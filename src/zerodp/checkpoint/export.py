@@ -99,7 +99,7 @@ def _distinct(source: Source) -> list[str]:
 def _export_model(model: nn.Module, target: Path, limit: int) -> None:
     runtime = runtime_of(model)
     runtime.require_idle("export()")
-    runtime.take_back()
+    runtime.lending.take_back()
     runtime.control.require(Kind.STATE)
     same_on_all(runtime, "export", [[str(target), limit], None])
     first = runtime.comm.mesh.world.rank == 0

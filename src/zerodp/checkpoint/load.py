@@ -46,7 +46,7 @@ def load(path: Place, model: nn.Module, optimizer: Any = None) -> dict[str, Any]
     runtime = runtime_of(model)
     runtime.require_idle("load()")
     background.wait()
-    runtime.take_back()
+    runtime.lending.take_back()
     taken, problem = Taken(), None
     runtime.control.require(Kind.LOAD)
     shown = repr(path) if callable(path) else os.path.abspath(path)
@@ -223,6 +223,7 @@ def _rest(runtime: Runtime, source: Source, taken: Taken) -> None:
 
 def _apply(runtime: Runtime, taken: Taken) -> None:
     """Everything is here and fits: change the model, on all ranks alike."""
+    runtime.lending.before_change()
     for flat in runtime.flats():
         flat.wait()  # a gather under way still reads the shards
         flat.stale = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import time
 import uuid
 import weakref
@@ -58,7 +59,7 @@ def save(
     runtime = runtime_of(model)
     runtime.require_idle("save()")
     background.wait()
-    runtime.take_back()
+    runtime.lending.take_back()
     begin = time.perf_counter()
     target, token = Path(os.path.abspath(path)), uuid.uuid4().hex[:8]
     contents, config, problem = Contents(), None, None
@@ -82,12 +83,35 @@ def save(
 
     saving = None
     if asynchronous:
-        contents = contents.staged(_Staging(runtime))
-        saving = background.start(job, f"save to {target}")
+        saving = background.start(_after_copy(runtime, contents, job), f"save to {target}")
     else:
         job()
     counts.stall_seconds = time.perf_counter() - begin
     return saving
+
+
+def _after_copy(runtime: Runtime, contents: Contents, job: Callable[[], None]) -> Callable[[], None]:
+    """`job` on a copy. What only steps change is copied while training goes on, and the next step waits for it; the rest at once."""
+    staging, copied, counts = _Staging(runtime), threading.Event(), traffic.of(runtime)
+    contents.staged(staging, sharded=False)
+    if runtime.lending.ever_lent:
+        contents.staged(staging, sharded=True)
+        return job
+
+    def work() -> None:
+        try:
+            contents.staged(staging, sharded=True)
+        finally:
+            copied.set()
+        job()
+
+    def wait() -> None:
+        begin = time.perf_counter()
+        copied.wait()
+        counts.stall_seconds += time.perf_counter() - begin
+
+    runtime.lending.readers.append(wait)
+    return work
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:

@@ -27,16 +27,18 @@ class SegmentTensor:
         dtype: torch.dtype,
         segments: Sequence[tuple[int, Tensor]],
         original: torch.dtype | None = None,
+        sharded: bool = True,
     ) -> None:
         self.shape, self.strides, self.dtype = torch.Size(shape), tuple(strides), dtype
         self.segments = list(segments)
         self.original = original or dtype  # what an export is written in
+        self.sharded = sharded  # changes in steps only, when the optimizer asks first
 
     @classmethod
     def whole(cls, tensor: Tensor) -> SegmentTensor:
         """An ordinary tensor, all of it here."""
         flat = tensor.detach().contiguous().view(-1)
-        return cls(tensor.shape, contiguous_strides(tensor.shape), tensor.dtype, [(0, flat)])
+        return cls(tensor.shape, contiguous_strides(tensor.shape), tensor.dtype, [(0, flat)], sharded=False)
 
     def size(self) -> torch.Size:
         return self.shape
@@ -50,7 +52,7 @@ class SegmentTensor:
     def moved(self, move: Callable[[Tensor], Tensor]) -> SegmentTensor:
         """The same with every segment's values replaced by `move` of them."""
         segments = [(start, move(values)) for start, values in self.segments]
-        return SegmentTensor(self.shape, self.strides, self.dtype, segments, self.original)
+        return SegmentTensor(self.shape, self.strides, self.dtype, segments, self.original, self.sharded)
 
     # ---- what DCP asks
 

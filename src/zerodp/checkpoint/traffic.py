@@ -10,7 +10,7 @@ from ..core.runtime import Runtime
 
 @dataclass
 class Traffic:
-    """Bytes that this rank read and wrote for checkpoints, and the seconds that its last save kept it from training."""
+    """Bytes that this rank read and wrote for checkpoints, and the seconds that its last save has kept it from training."""
 
     bytes_read: int = 0
     bytes_written: int = 0

@@ -52,7 +52,7 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
     """
     runtime, units, everything = _units_of(model_or_modules)
     runtime.require_idle("full_params()")
-    runtime.take_back()
+    runtime.lending.take_back()
     runtime.control.require(Kind.FULL)
     if write and any(unit.opened for unit in units):
         raise ShardedError(
@@ -86,6 +86,7 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
 
 def _keep(runtime: Runtime, units: list[Unit]) -> None:
     """Rank 0's edits into the shards of all ranks."""
+    runtime.lending.before_change()
     for unit in units:
         for flat in unit.flats:
             commit(runtime, flat, _page(flat))
@@ -208,7 +209,7 @@ def original_buffers(runtime: Runtime) -> Iterator[None]:
 def whole(runtime: Runtime) -> Iterator[None]:
     """Inside, parameters (and floating-point buffers) are ordinary again, full and in their original dtypes."""
     runtime.require_idle("state_dict()")
-    runtime.take_back()
+    runtime.lending.take_back()
     runtime.control.require(Kind.STATE)
     for flat in runtime.flats():
         flat.replace(whole_values(runtime, flat))
@@ -251,6 +252,7 @@ def load(runtime: Runtime, state_dict: Any, plainly: Callable[[], Any]) -> Any:
         except RuntimeError as error:
             problem = CheckpointError(str(error))
         runtime.control.share(problem)
+        runtime.lending.before_change()
         for flat, values in before.items():
             for index, (parameter, old) in enumerate(zip(flat.parameters, values, strict=True)):
                 if not same_bits(parameter.data, old):
@@ -296,7 +298,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | tor
     """The plain model's state dict on `device`, gathered unit by unit (a collective); `{}` on the other ranks by default."""
     runtime = runtime_of(model)
     runtime.require_idle("full_state_dict()")
-    runtime.take_back()
+    runtime.lending.take_back()
     runtime.control.require(Kind.STATE)
     keeps = not rank0_only or runtime.comm.mesh.world.rank == 0
     values: dict[int, Tensor] = {}
@@ -353,7 +355,7 @@ def local_shards(model: nn.Module, kind: str = "parameters") -> Iterator[tuple[s
     if kind == "gradients":
         runtime.settle(Kind.GRADIENTS)
     else:
-        runtime.lend()
+        runtime.lending.lend()
     return _local(runtime, kind)
 
 

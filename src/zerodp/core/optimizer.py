@@ -161,6 +161,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine.last_step_skipped = overflow
         engine.skipped_steps += overflow
         if not overflow:
+            runtime.lending.before_change()
             with torch.no_grad():
                 self._update(rows)
             runtime.stepped()

@@ -21,6 +21,7 @@ from ..errors import ShardedError
 from .arena import Arena
 from .comm import Comm
 from .control import Control, Kind
+from .lending import Lending
 from .pager import Pager
 from .parameter import Note, Where, writes
 from .reducer import Reducer
@@ -65,7 +66,7 @@ class Runtime:
         self.forwards: list[tuple[tuple[Any, ...], list[int]]] = []
         self.trace: deque[tuple[str, str, str]] = deque(maxlen=TRACE_LENGTH)  # what `Event` holds
         self.open = 0  # full_params contexts that hold every unit
-        self.lent: list[int] | None = None  # versions of the shards when they were handed out for writing
+        self.lending = Lending(self)
         self.synchronizes = True  # False inside no_sync
         self.scaled_backward = False  # the loss was scaled by optimizer.backward
         self.unscaled_backwards = 0
@@ -130,7 +131,7 @@ class Runtime:
         return True
 
     def _begin_forward(self, module: nn.Module) -> None:
-        self.take_back()
+        self.lending.take_back()
         self.control.look()
         grad = torch.is_grad_enabled()
         name = self.module_names.get(module, "?")
@@ -338,7 +339,7 @@ class Runtime:
     def settle(self, what: Kind, overflow: bool = False) -> Tensor:
         """All ranks are here, nothing is under way, and no gradient waits in a bucket anywhere. The result is the ranks' messages."""
         self.end_failed()
-        self.take_back()
+        self.lending.take_back()
         self.reducer.drain()
         rows = self.control.require(what, overflow=overflow)
         self.reduce_waiting(rows)
@@ -360,7 +361,7 @@ class Runtime:
 
     def refresh(self) -> None:
         """The shards have new values: what was gathered is old, and whole parameters are fetched at once, in order."""
-        self.lent = None
+        self.lending.lent = None
         for unit in self.pager.cache.clear():
             self.pager.let_go(unit)
         for unit in self.units:
@@ -369,25 +370,6 @@ class Runtime:
                     flat.launch(self.arena, self.comm)
             if any(flat.handles for flat in unit.flats):
                 self.event("gather", unit)
-
-    def lend(self) -> None:
-        """The shards go to the user, who may write into them."""
-        if self.lent is None:
-            self.lent = self._versions()
-
-    def take_back(self) -> None:
-        """If any rank wrote into lent shards, whole parameters are old."""
-        if self.lent is not None:
-            edited = self.lent != self._versions()
-            self.lent = None
-            rows = self.control.require(Kind.LENT, overflow=edited)
-            if bool(rows[:, Control.OVERFLOW].any()):
-                for flat in self.flats():
-                    flat.stale = True
-                self.refresh()
-
-    def _versions(self) -> list[int]:
-        return [piece._version for flat in self.flats() for piece in flat.shard]
 
     def flats(self) -> Iterable[Flat]:
         return (flat for unit in self.units for flat in unit.flats)

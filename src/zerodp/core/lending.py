@@ -1,0 +1,47 @@
+"""Shards in other hands: the user's, who may write into them, and a save's, which reads them while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .control import Control, Kind
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class Lending:
+    """Of one model. Whatever changes shards or optimizer state asks here first."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.lent: list[int] | None = None  # versions of the shards when they were handed out for writing
+        self.readers: list[Callable[[], None]] = []  # each returns when somebody has read what there was
+        self.ever_lent = False  # somebody may hold parts of the shards, and write without asking
+
+    def lend(self) -> None:
+        """The shards go to the user, who may write into them."""
+        self.before_change()
+        self.ever_lent = True
+        if self.lent is None:
+            self.lent = self._versions()
+
+    def take_back(self) -> None:
+        """If any rank wrote into lent shards, whole parameters are old."""
+        if self.lent is not None:
+            edited = self.lent != self._versions()
+            self.lent = None
+            rows = self.runtime.control.require(Kind.LENT, overflow=edited)
+            if bool(rows[:, Control.OVERFLOW].any()):
+                for flat in self.runtime.flats():
+                    flat.stale = True
+                self.runtime.refresh()
+
+    def before_change(self) -> None:
+        """Wait for those who still read."""
+        while self.readers:
+            self.readers.pop()()
+
+    def _versions(self) -> list[int]:
+        return [piece._version for flat in self.runtime.flats() for piece in flat.shard]
