@@ -193,7 +193,8 @@ class Comm:
             works = [_reduce_scatter(pg, receive[0], bucket, _SCATTERS)]
         elif self.pairwise:
             tag = _tag(self.number, unit)
-            for space, peer in zip(receive, group.peers, strict=True):
+            for peer in group.peers:
+                space = receive[peer - (peer > group.rank)]  # the sum is in rank order, whatever the order of the peers
                 works += (pg.recv([space], peer, tag), pg.send([parts[peer]], peer, tag))
             receive = [*receive[: group.rank], parts[group.rank], *receive[group.rank :]]
         else:
