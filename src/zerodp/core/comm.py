@@ -208,14 +208,14 @@ class Comm:
         if world.size > 1:
             self.count("broadcast", unit, tensor.dtype, tensor.numel() if world.rank == 0 else 0, 1)
             what = f"the broadcast of unit {unit!r}"
-            pg = self._lane(world, GATHER, what)
-            Handle(
-                self,
-                [dist.broadcast(_bytes(tensor), group=pg, group_src=0, async_op=True)],
-                world,
-                GATHER,
-                what,
-            ).wait()
+            pg, values = self._lane(world, GATHER, what), [_bytes(tensor)]
+            if not self.pairwise:
+                works = [dist.broadcast(values[0], group=pg, group_src=0, async_op=True)]
+            elif world.rank == 0:
+                works = [pg.send(values, peer, _tag(self.number, unit)) for peer in world.peers]
+            else:
+                works = [pg.recv(values, 0, _tag(self.number, unit))]
+            Handle(self, works, world, GATHER, what).wait()
 
     # ---- control: small messages on the host, ints and floats
 
