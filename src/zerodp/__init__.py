@@ -2,12 +2,13 @@
 
 from .api import shard, unshard
 from .compare import Comparison, compare
-from .config import Config, Precision
+from .config import Config, Offload, Precision
 from .core.access import full_grads, full_params, full_state_dict, local_shards
 from .core.module import ShardedModule
 from .core.optimizer import ShardedOptimizer
 from .errors import CheckpointError, ConfigError, RankMismatchError, ShardedError, StorageError, ZeroError
 from .inspect import Stats, describe, stats
+from .residual.activations import activation_checkpoint, apply_activation_checkpointing
 
 __version__ = "0.1.0"
 
@@ -16,6 +17,7 @@ __all__ = [
     "Comparison",
     "Config",
     "ConfigError",
+    "Offload",
     "Precision",
     "RankMismatchError",
     "ShardedError",
@@ -24,6 +26,8 @@ __all__ = [
     "Stats",
     "StorageError",
     "ZeroError",
+    "activation_checkpoint",
+    "apply_activation_checkpointing",
     "compare",
     "describe",
     "full_grads",
