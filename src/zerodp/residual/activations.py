@@ -83,7 +83,7 @@ def apply_activation_checkpointing(model: M, units: Any = None, partition: Any =
     for name, module in chosen.items():
         if not isinstance(module, Checkpointed):
             module.__class__ = _checkpointed(type(module))
-        module._checkpointing = (settings, wrap.clean(name))
+        module.__dict__["_checkpointing"] = (settings, wrap.clean(name))
     return model
 
 
@@ -112,13 +112,18 @@ class Checkpointed(nn.Module):
     _checkpointing: Any  # (settings, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _call(super().__call__, *self._checkpointing, args, kwargs)
+        settings, name = self._checkpointing
+        return _call(super().__call__, settings, name, args, kwargs)
 
 
-@functools.cache
-def _checkpointed(cls: type[nn.Module]) -> type[nn.Module]:
+_classes: dict[type, type] = {}
+
+
+def _checkpointed(cls: type) -> type:
     """Modules of one class stay modules of one class."""
-    return type(cls.__name__, (Checkpointed, cls), {"__module__": cls.__module__})
+    if cls not in _classes:
+        _classes[cls] = type(cls.__name__, (Checkpointed, cls), {"__module__": cls.__module__})
+    return _classes[cls]
 
 
 def _call(function: Callable[..., Any], settings: Settings, label: str, args: Any, kwargs: Any) -> Any:

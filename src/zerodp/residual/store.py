@@ -35,9 +35,9 @@ class Saved:
         self.store, self.tier, self.label = store, tier, label
         self.comm = partition.comm if partition is not None else None
         self.source = weakref.ref(tensor)  # the same input of several calls is kept once
-        self.like = (
-            (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()) if _is_dtensor(tensor) else None
-        )
+        self.like: tuple[Any, ...] | None = None  # of a DTensor
+        if isinstance(tensor, DTensor):
+            self.like = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
         local = local_of(tensor)
         memory = span(local)
         self.size, self.stride, self.dtype = local.shape, local.stride(), local.dtype
@@ -166,17 +166,12 @@ class Store:
     def bytes_at(self, place: str) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes on the "host" or on "disk" by kind: (now, peak)."""
         self.settle()
-        found: list[Any] = []
-        for tier in self.tiers.values():
-            if isinstance(tier, DiskTier):
-                found.append(tier if place == "disk" else tier.host)
-            elif isinstance(tier, HostTier) and place == "host":
-                found.append(tier)
         now, peak = {KIND: 0}, {KIND: 0}
-        for tier in found:
-            for total, counted in ((now, tier.now), (peak, tier.peak)):
-                for kind, nbytes in counted.items():
-                    total[kind] = total.get(kind, 0) + nbytes
+        for ledger in (ledger for tier in self.tiers.values() for ledger in tier.ledgers() if ledger.place == place):
+            for kind, most in ledger.peak.items():
+                if most:
+                    now[kind] = now.get(kind, 0) + ledger.now[kind]
+                    peak[kind] = peak.get(kind, 0) + most
         return now, peak
 
     def reset(self) -> None:
@@ -212,7 +207,8 @@ def current_store(device: torch.device) -> Store:
 
 def local_of(tensor: Any) -> Tensor:
     """The tensor's own memory on this rank, apart from autograd."""
-    return tensor._local_tensor.detach() if _is_dtensor(tensor) else tensor.detach()
+    local: Tensor = tensor._local_tensor if _is_dtensor(tensor) else tensor
+    return local.detach()
 
 
 def span(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ A tier knows bytes. It does not know what they mean, when they are needed again,
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -27,16 +27,21 @@ class Arrived:
 ARRIVED = Arrived()
 
 
+class Ledger(NamedTuple):
+    """Bytes at one place ("device", "host" or "disk") by kind, now and at their peak."""
+
+    place: str
+    now: dict[str, int]
+    peak: dict[str, int]
+
+
 class Tier(Protocol):
     """Keeps 1-D contiguous tensors of the device under tickets. What a ticket is, only its tier knows.
 
     latent: whether a fetch is worth starting ahead of need.
-    now, peak: bytes that rest here, by kind; a tier that lies on others counts its own only.
     """
 
     latent: bool
-    now: dict[str, int]
-    peak: dict[str, int]
 
     def put(self, tensor: Tensor, kind: str, label: str = "") -> Any:
         """Keep a copy of `tensor`; the result is its ticket.
@@ -56,6 +61,9 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give back everything that the tier has of the system."""
+
+    def ledgers(self) -> list[Ledger]:
+        """What rests where."""
 
     def reset_peaks(self) -> None:
         """Count peaks anew."""

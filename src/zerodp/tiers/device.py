@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..core.arena import Arena, Slot
-from . import ARRIVED, Transfer
+from . import ARRIVED, Ledger, Transfer
 
 
 class DeviceTier:
@@ -15,14 +15,6 @@ class DeviceTier:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-
-    @property
-    def now(self) -> dict[str, int]:
-        return self.arena.now
-
-    @property
-    def peak(self) -> dict[str, int]:
-        return self.arena.peak
 
     def put(self, tensor: Tensor, kind: str, label: str = "") -> Slot:
         slot = self.arena.take(tensor.numel(), tensor.dtype, kind, label)
@@ -41,6 +33,9 @@ class DeviceTier:
 
     def close(self) -> None:
         self.arena.drop_idle()
+
+    def ledgers(self) -> list[Ledger]:
+        return [Ledger("device", self.arena.now, self.arena.peak)]
 
     def reset_peaks(self) -> None:
         self.arena.reset_peaks()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.arena import Slot
 from ..errors import StorageError
-from . import Transfer
+from . import Ledger, Transfer
 from .host import HostTier
 
 ALIGN = 4096  # bytes: extents of the file begin and end on blocks
@@ -63,7 +63,7 @@ class DiskTier:
         self.resident: dict[Page, None] = {}  # in host memory only, oldest first
         self.resident_bytes = 0
         self.writing: deque[Page] = deque()
-        self.now: dict[str, int] = {}
+        self.in_file: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._end = weakref.finalize(self, _close, self.threads, self.file)
 
@@ -101,8 +101,10 @@ class DiskTier:
         ticket.freed = True
         if ticket in self.resident:
             self._leave(ticket)
-        elif ticket.writing is not None:
+        elif ticket.writing is not None and not ticket.writing.cancel():
             return  # its memory and its place in the file go when the write has ended
+        elif ticket.writing is not None:
+            self.writing.remove(ticket)
         if ticket.slot is not None:
             self.host.free(ticket.slot)
             ticket.slot = None
@@ -113,8 +115,14 @@ class DiskTier:
         self._end()
         self.host.close()
 
+    def ledgers(self) -> list[Ledger]:
+        self._settle()
+        for page in [page for page in self.writing if page.freed]:
+            self._finish(page)  # what nobody wants is not counted
+        return [Ledger("disk", self.in_file, self.peak), *self.host.ledgers()]
+
     def reset_peaks(self) -> None:
-        self.peak = dict(self.now)
+        self.peak = dict(self.in_file)
         self.host.reset_peaks()
 
     # ---- host to file
@@ -123,8 +131,8 @@ class DiskTier:
         """Start moving the values of a page from host memory to the file."""
         page.offset = self.file.reserve(_aligned(page.nbytes))
         self._leave(page)
-        self.now[page.kind] = self.now.get(page.kind, 0) + _aligned(page.nbytes)
-        self.peak[page.kind] = max(self.peak.get(page.kind, 0), self.now[page.kind])
+        self.in_file[page.kind] = self.in_file.get(page.kind, 0) + _aligned(page.nbytes)
+        self.peak[page.kind] = max(self.peak.get(page.kind, 0), self.in_file[page.kind])
         self._write(page)
 
     def _write(self, page: Page) -> None:
@@ -165,7 +173,7 @@ class DiskTier:
 
     def _give_back(self, page: Page) -> None:
         self.file.release(page.offset, _aligned(page.nbytes))
-        self.now[page.kind] -= _aligned(page.nbytes)
+        self.in_file[page.kind] -= _aligned(page.nbytes)
         page.offset = -1
 
 

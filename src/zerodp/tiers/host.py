@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.arena import Arena, Slot
-from . import ARRIVED, Transfer
+from . import ARRIVED, Ledger, Transfer
 
 
 class Copy:
@@ -37,15 +37,6 @@ class HostTier:
         self.arena = Arena(torch.device("cpu"), pinned=self.stream is not None)
         # (event, what may go after it): slots that were given back, and tensors that are still being read
         self.leaving: deque[tuple[Any, Slot | None, Tensor | None]] = deque()
-
-    @property
-    def now(self) -> dict[str, int]:
-        self._settle()
-        return self.arena.now
-
-    @property
-    def peak(self) -> dict[str, int]:
-        return self.arena.peak
 
     def put(self, tensor: Tensor, kind: str, label: str = "") -> Slot:
         slot = self.space(tensor.numel(), tensor.dtype, kind, label)
@@ -77,6 +68,10 @@ class HostTier:
             self.stream.synchronize()
         self._settle()
         self.arena.drop_idle()
+
+    def ledgers(self) -> list[Ledger]:
+        self._settle()
+        return [Ledger("host", self.arena.now, self.arena.peak)]
 
     def reset_peaks(self) -> None:
         self.arena.reset_peaks()
