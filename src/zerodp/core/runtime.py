@@ -28,7 +28,7 @@ from .schedule import MAX_REVISIONS, REDUCE, Op, Order, Pass, backward_order, fo
 from .unit import Flat, Unit
 
 ROOT = "(root)"
-RUNTIMES: weakref.WeakSet[Runtime] = weakref.WeakSet()
+RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()  # in the order of shard()
 TRACE_LENGTH = 100_000
 
 
@@ -54,7 +54,7 @@ class Runtime:
     def __init__(
         self, units: list[Unit], arena: Arena, comm: Comm, reducer: Reducer, names: dict[nn.Module, str], config: Config
     ) -> None:
-        RUNTIMES.add(self)
+        RUNTIMES[id(self)] = self
         self.units, self.arena, self.comm, self.reducer = units, arena, comm, reducer
         self.module_names = names
         self.unit_of = {unit.module: unit for unit in units if unit.module is not None}

@@ -54,6 +54,7 @@ class HostTier:
             self.leaving.append((self.stream.record_event(), None, tensor))
 
     def fetch(self, ticket: Slot, out: Tensor) -> Transfer:
+        self._settle()
         return self._copy(out, ticket.tensor)
 
     def free(self, ticket: Slot) -> None:
