@@ -60,10 +60,18 @@ def alone(group: Group) -> Group:
 _cache: dict[Any, Any] = {}
 _cache_world: Any = None
 _dropped: list[Any] = []
+_drops = 0
+
+
+def era() -> tuple[Any, int]:
+    """While this stays equal, groups that were made can be used: the same world, and no failure since."""
+    return dist.group.WORLD, _drops
 
 
 def drop_groups() -> None:
     """After a failure, messages may still be under way in the old groups: the next `shard()` makes new ones."""
+    global _drops
+    _drops += 1
     _dropped.extend(_cache.values())
     _cache.clear()
 

@@ -33,7 +33,7 @@ class Partition:
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
         self.ranks = members(mesh)
-        self.world = dist.group.WORLD
+        self.era = meshes.era()
         self._comm: Comm | None = None
 
     @property
@@ -48,8 +48,8 @@ class Partition:
 
     @property
     def stands(self) -> bool:
-        """Whether it can still be used: the process group is the one it was made in, and nothing failed."""
-        return self.world is dist.group.WORLD and (self._comm is None or self._comm.broken is None)
+        """Whether it can still be used; the same on all ranks, as a failure is on all of them."""
+        return self.era == meshes.era()
 
     def replicated(self, spans: Sequence[tuple[Tensor, Any]], label: str) -> list[bool]:
         """For each (memory, description), whether all ranks have the same (a collective of one small message)."""
