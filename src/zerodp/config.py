@@ -141,11 +141,44 @@ class Precision:
         return self.param_dtype == torch.float16
 
 
+PLACES = ("device", "host", "disk")
 PRECISIONS = {
     "fp32": Precision(torch.float32),
     "bf16": Precision(torch.bfloat16),
     "fp16": Precision(torch.float16),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What rests off the device, and where.
+
+    Args:
+        activations: where the inputs of checkpointed blocks rest: ``"device"``, ``"host"`` or ``"disk"``.
+        path: folder for the file of ``"disk"``; ``None`` = the system's folder for temporary files.
+        host_bytes: host memory to use before the disk (int or text such as ``"4GB"``); ``None`` = only what is on its way.
+
+    Raises:
+        ConfigError: a place or number outside its range.
+    """
+
+    activations: str = "device"
+    path: str | None = None
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.activations not in PLACES:
+            near = difflib.get_close_matches(str(self.activations), PLACES, 1)
+            raise ConfigError(
+                f"offload: expected one of {', '.join(map(repr, PLACES))}, got {self.activations!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        if self.path is not None:
+            if not isinstance(self.path, (str, os.PathLike)):
+                raise ConfigError(f"Offload.path: expected the path of a folder, got {self.path!r}")
+            object.__setattr__(self, "path", os.fspath(self.path))
+        if self.host_bytes is not None:
+            object.__setattr__(self, "host_bytes", bytes_of("Offload.host_bytes", self.host_bytes))
 
 
 @dataclass(frozen=True)
