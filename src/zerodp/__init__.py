@@ -8,6 +8,7 @@ from .core.module import ShardedModule
 from .core.optimizer import ShardedOptimizer
 from .errors import CheckpointError, ConfigError, RankMismatchError, ShardedError, StorageError, ZeroError
 from .inspect import Stats, describe, stats
+from .planning.plan import Plan, plan
 
 __version__ = "0.1.0"
 
@@ -16,6 +17,7 @@ __all__ = [
     "Comparison",
     "Config",
     "ConfigError",
+    "Plan",
     "Precision",
     "RankMismatchError",
     "ShardedError",
@@ -30,6 +32,7 @@ __all__ = [
     "full_params",
     "full_state_dict",
     "local_shards",
+    "plan",
     "shard",
     "stats",
     "unshard",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -20,13 +19,11 @@ from .core.elementwise import check_elementwise
 from .core.materialise import Initialised, Source
 from .core.module import ShardedModule
 from .core.optimizer import Engine, ShardedOptimizer
-from .core.precision import LossScaler, computes_in_fp32, dtypes_of
+from .core.precision import LossScaler, by_dtypes
 from .core.reducer import Reducer
 from .core.runtime import Runtime
 from .core.unit import Flat, Unit
 from .errors import ConfigError, RankMismatchError, ZeroError
-
-BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 512 * 2**20}
 
 
 def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None, **options: Any) -> tuple[Any, Any]:
@@ -186,11 +183,8 @@ def _assemble(
 
 def _unit(index: int, plan: wrap.Plan, config: Config, comm: Comm) -> Unit:
     """One flat per (dtypes, trainable)."""
-    kinds: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    for name, parameter, holder in plan.parameters:
-        dtypes = dtypes_of(parameter, config.precision, computes_in_fp32(holder))
-        kinds[(dtypes, parameter.requires_grad)].append((name, parameter))
-    max_bytes = config.bucket_bytes or BUCKET_BYTES.get(comm.mesh.backend, 512 * 2**20)
+    kinds = by_dtypes(plan.parameters, config.precision)
+    max_bytes = config.bucket_bytes_on(comm.mesh.backend)
     place = comm.mesh.place(plan.residency.shards_optimizer)
     flats = [Flat(named, dtypes, plan.residency, place, max_bytes) for (dtypes, _), named in kinds.items()]
     return Unit(plan.name, index, plan.module, flats)

@@ -191,6 +191,10 @@ class Config:
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise ConfigError(f"{name}: expected True or False, got {value!r}")
 
+    def bucket_bytes_on(self, backend: str) -> int:
+        """Most bytes in one collective."""
+        return self.bucket_bytes or (64 * 2**20 if backend == "gloo" else 512 * 2**20)
+
     @classmethod
     def of(cls, config: Config | None, options: Mapping[str, Any]) -> Config:
         """`config` with `options` put over it; unknown names are refused with the nearest valid one."""

@@ -58,9 +58,7 @@ TABLE_1 = """
 CELLS = [
     (numel, stage, int(ranks), printed)
     for ranks, *cells in (line.split() for line in TABLE_1.strip().splitlines())
-    for (numel, stage), printed in zip(
-        [(n, s) for n in (7.5e9, 128e9, 1e12) for s in SHARDED], cells, strict=True
-    )
+    for (numel, stage), printed in zip([(n, s) for n in (7.5e9, 128e9, 1e12) for s in SHARDED], cells, strict=True)
 ]
 
 
@@ -214,9 +212,7 @@ def test_tiling_divides_the_working_memory() -> None:
 
 def test_fsdp_cross_host_traffic() -> None:
     """2M(W-1)/(GW) hybrid, 2M(W-1)/W replicated, 3M(W-1)/W full."""
-    hybrid, replicated, full = (
-        traffic.cross_host_bytes(s, 1.0, 16, 8) for s in ("hybrid", "replicated", "full")
-    )
+    hybrid, replicated, full = (traffic.cross_host_bytes(s, 1.0, 16, 8) for s in ("hybrid", "replicated", "full"))
     assert (hybrid, replicated, full) == (2 * 15 / (8 * 16), 2 * 15 / 16, 3 * 15 / 16)
 
 

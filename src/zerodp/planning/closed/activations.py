@@ -29,14 +29,23 @@ def layer_bytes(
     keeps_scores: False where what the attention makes between QK^T and its output is not kept ("selective"): it is
     recomputed, or a fused kernel never had it.
     """
-    split, copied = 11 * element_bytes + 2, 5 * element_bytes  # 24 and 10: inputs of norms, and of linears, are in every rank
+    split, copied = (
+        11 * element_bytes + 2,
+        5 * element_bytes,
+    )  # 24 and 10: inputs of norms, and of linears, are in every rank
     copied_numel = choose(sequence_parallel, copied / t, copied)
     scores = choose(keeps_scores, a * s / h * (2 * element_bytes + 1) / t, 0)
     return s * b * h * (copied_numel + split / t + scores)
 
 
 def checkpoint_bytes(
-    s: Number, b: Number, h: Number, layers: Number, partitions: Number = 1, element_bytes: Number = 2, every: Number = 1
+    s: Number,
+    b: Number,
+    h: Number,
+    layers: Number,
+    partitions: Number = 1,
+    element_bytes: Number = 2,
+    every: Number = 1,
 ) -> Number:
     """Full recomputation keeps the input of every `every`-th layer: 2sbhL; partitioned over the ranks that share it, P_a."""
     return element_bytes * s * b * h * layers / every / partitions

@@ -9,9 +9,19 @@ from dataclasses import dataclass
 
 from ...core.stages import Residency
 from ...errors import ConfigError
-from .symbols import Number, choose, differs
+from .symbols import Number, choose, differs, most
 
-MOMENTS = {"adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "rmsprop": 1, "adagrad": 1, "momentum": 1, "lion": 1, "sgd": 0}
+MOMENTS = {
+    "adam": 2,
+    "adamw": 2,
+    "nadam": 2,
+    "radam": 2,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "momentum": 1,
+    "lion": 1,
+    "sgd": 0,
+}
 MASTER_BYTES = MOMENT_BYTES = ACCUMULATED_BYTES = 4
 
 
@@ -93,28 +103,71 @@ def held(
     owned: Number,
     alone: Number = False,
     accumulates: Number = False,
-    offloaded: Number = False,
+    optimizer_away: Number = False,
+    parameters_away: Number = False,
+    trains: Number = True,
 ) -> dict[str, Number]:
-    """Bytes of one trainable flat that this library holds after a backward pass, by kind; `host` is not on the device.
+    """Bytes of one flat that this library holds after a backward pass, by kind; the last two kinds are not on the device.
 
     whole: elements of the flat buffer; shard: of this rank's part; owned: of parameters in that part, for moments have no
-    padding. alone: the shard group is one rank; accumulates: several reduced backward passes per step; offloaded: master,
-    moments and reduced gradients rest on the host, so a shard in the dtype of compute rests here.
+    padding. alone: the shard group is one rank; accumulates: several reduced backward passes per step; optimizer_away:
+    master, moments and sharded gradients rest on another tier, so a shard in the dtype of compute rests here;
+    parameters_away: that one rests on another tier too, where parameters are sharded at all.
     """
     low = differs(size.compute, size.rest)
     # As core.unit.Flat: with one rank to a shard and nothing to cast, the master is already the whole page.
     is_page = choose(residency.shards_parameters, choose(alone, low, 1), 0)
-    here = choose(low, choose(offloaded, shard * size.compute, 0), shard * size.rest)
-    master = choose(low, shard * size.rest, choose(offloaded, shard * size.rest, 0))
-    moments = owned * size.rest * size.moments
-    sharded_gradients = shard * size.gradient
+    computed = choose(low, choose(optimizer_away, shard * size.compute, 0), shard * size.rest)
+    master = choose(low, shard * size.rest, choose(optimizer_away, shard * size.rest, 0))
+    optimizer = choose(trains, master + owned * size.rest * size.moments, choose(low, shard * size.rest, 0))
+    sharded_gradients = choose(residency.shards_gradients, shard * size.gradient, 0)
     # Whole gradients stay in the dtype of compute; the sum over several backward passes needs fp32 beside them.
     whole_gradients = whole * size.compute + choose(accumulates, shard * ACCUMULATED_BYTES, 0)
+    gradients = choose(residency.shards_gradients, choose(optimizer_away, 0, sharded_gradients), whole_gradients)
     return {
-        "parameters": choose(is_page, here, whole * size.compute),
-        "gradients": choose(
-            residency.shards_gradients, choose(offloaded, 0, sharded_gradients), whole_gradients
-        ),
-        "optimizer": choose(offloaded, 0, master + moments),
-        "host": choose(offloaded, master + moments + choose(residency.shards_gradients, sharded_gradients, 0), 0),
+        "parameters": choose(is_page, choose(parameters_away, 0, computed), whole * size.compute),
+        "gradients": choose(trains, gradients, 0),
+        "optimizer": choose(optimizer_away, 0, optimizer),
+        "optimizer_away": choose(optimizer_away, optimizer + choose(trains, sharded_gradients, 0), 0),
+        "parameters_away": choose(is_page, choose(parameters_away, shard * size.compute, 0), 0),
+    }
+
+
+def received(bucket_bytes: Number, ranks: Number, exact: Number, lands: Number = False) -> Number:
+    """Space to receive one bucket's reduction: every other rank's part where sums are exact, else one part.
+
+    lands: one part arrives where the sum will rest, and needs no space.
+    """
+    parts = choose(exact, ranks - 1, 1) - choose(lands, 1, 0)
+    return choose(ranks - 1, bucket_bytes / ranks * parts, 0)
+
+
+def in_use(
+    residency: Residency,
+    size: Sizes,
+    numel: Number,
+    root: Number,
+    pages: Number,
+    ranks: Number,
+    replicas: Number,
+    exact: Number,
+    accumulates: Number = False,
+) -> dict[str, Number]:
+    """Bytes at work during a pass: gathered pages, and gradient buckets with what they are received into and summed in.
+
+    numel: elements of the largest unit; root: of the root unit, which may be in use besides; pages: units gathered at one
+    time; ranks: of the shard group. One unit's gradients are on their way while the next one's bucket fills.
+    """
+    bucket, low = numel * size.compute, differs(size.compute, size.rest)
+    lands = choose(residency.shards_gradients, choose(differs(size.gradient, size.compute), 0, 1), 0)
+    lands = choose(accumulates, 0, choose(replicas - 1, 0, lands))
+    ways = 2 * received(bucket, ranks, exact, lands) + received(bucket / ranks, replicas, exact)
+    sums = choose(low, numel * ACCUMULATED_BYTES / choose(ranks - 1, ranks, replicas), 0)
+    reducing = choose(residency.shards_gradients, 2 * bucket, 0) + ways + sums
+    # The optimizer steps on gradients in the master's dtype: others are cast for one unit at a time.
+    stored = choose(residency.shards_gradients, size.gradient, choose(accumulates, ACCUMULATED_BYTES, size.compute))
+    stepping = choose(differs(stored, size.rest), numel / ranks * size.rest, 0)
+    return {
+        "unsharded": choose(residency.shards_parameters, pages * bucket + root * size.compute, 0),
+        "buckets": most(reducing, stepping),
     }
