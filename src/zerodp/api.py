@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .checkpoint.weights import Weights
-from .config import Config
+from .config import AUTO, Config
 from .core import mesh as meshes
 from .core import module, optimizer_state, wrap
 from .core.access import original_buffers, runtime_of, whole_values
@@ -24,6 +24,7 @@ from .core.reducer import Reducer
 from .core.runtime import Runtime
 from .core.unit import Flat, Unit
 from .errors import ConfigError, RankMismatchError, ZeroError
+from .planning import automatic
 
 
 def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None, **options: Any) -> tuple[Any, Any]:
@@ -66,7 +67,10 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     comm.mesh = meshes.connect(mesh)
     if settings.exact is not None:
         comm.exact = settings.exact
-    return _assemble(model, optimizer, settings, plans, source, comm)
+    device = _device(settings, mesh.device_type, model)
+    if settings.stage == AUTO:
+        plans = automatic.choose(model, optimizer, plans, settings, device, comm)
+    return _assemble(model, optimizer, settings, plans, source, comm, device)
 
 
 def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
@@ -153,9 +157,14 @@ def _compare(everyone: list[list[str]]) -> None:
 
 
 def _assemble(
-    model: nn.Module, optimizer: Any, config: Config, plans: list[wrap.Plan], source: Source, comm: Comm
+    model: nn.Module,
+    optimizer: Any,
+    config: Config,
+    plans: list[wrap.Plan],
+    source: Source,
+    comm: Comm,
+    device: torch.device,
 ) -> tuple[Any, Any]:
-    device = _device(config, comm.mesh.device_type, model)
     arena = Arena(device)
     scaler = LossScaler(config.precision)
     reducer = Reducer(

@@ -152,7 +152,7 @@ PRECISIONS = {
 class Config:
     """All options of :func:`zerodp.shard`; every field can be overridden there by name. See `docs/options.md`."""
 
-    stage: int | Mapping[str, int] = 3
+    stage: int | str | Mapping[str, int] = 3
     mesh: Any = None
     units: Any = None
     ignore: tuple[str, ...] = ()
@@ -209,7 +209,12 @@ class Config:
         return dataclasses.replace(config or cls(), **options)
 
 
+AUTO = "auto"  # the stage that the planner chooses
+
+
 def _stage(value: Any) -> Any:
+    if value == AUTO:
+        return value
     if isinstance(value, Mapping):
         for key, one in value.items():
             if not isinstance(key, str):
@@ -223,7 +228,7 @@ def _stage(value: Any) -> Any:
         return dict(value)
     if isinstance(value, bool) or not isinstance(value, int) or value not in STAGES:
         raise ConfigError(
-            f"stage: expected one of {sorted(STAGES)} or a mapping from unit patterns to them, got {value!r}"
+            f"stage: expected one of {sorted(STAGES)}, 'auto' or a mapping from unit patterns to them, got {value!r}"
         )
     return value
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +17,11 @@ from tests.ranks.oracle import adamw, rows, squares
 from tests.ranks.pool import on_ranks
 from tests.ranks.test_memory import aligned
 from tests.ranks.toys import Block, Net
+from zerodp.core.stages import STAGES, Residency
+from zerodp.planning import automatic
 from zerodp.planning.estimate import Estimate, estimate
 from zerodp.planning.plan import model_of
+from zerodp.planning.recommend import STATE_SHARE
 from zerodp.planning.setup import Setup
 
 OPTIMIZER = ("master", "first_moment", "second_moment")
@@ -144,3 +149,75 @@ def test_memory_in_use_is_as_planned(precision: str | None, stage: int, world_si
     peak = zerodp.stats(model).memory.peak
     assert peak["unsharded"] == found.kinds["unsharded"]
     assert peak["buckets"] == found.kinds["buckets"]
+
+
+# ---- stage="auto"
+
+
+def residencies(model: nn.Module) -> list[Residency]:
+    return [unit.flats[0].residency for unit in model._zerodp.units]
+
+
+@contextlib.contextmanager
+def free(nbytes: float) -> Iterator[None]:
+    """Each rank's share of the host is as if `nbytes` were free for it, and far more on the last rank."""
+    real, n = automatic.free_bytes, dist.get_world_size()
+    automatic.free_bytes = lambda device: int(nbytes * n * (1 if dist.get_rank() < n - 1 else 100))
+    try:
+        yield
+    finally:
+        automatic.free_bytes = real
+
+
+def large() -> nn.Module:
+    return aligned(layers=6, width=128)
+
+
+def auto(free_for_each: float, **options: Any) -> tuple[nn.Module, Any]:
+    """Sharded with so much room, what the model itself takes included."""
+    model = large()
+    own = sum(p.nbytes for p in model.parameters())
+    with free(free_for_each - own):
+        return zerodp.shard(model, adamw(model), stage="auto", units=[nn.Linear], **options)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_auto_takes_the_least_communication_that_fits(precision: str | None, stage: int) -> None:
+    needed = predicted(large(), stage, precision=precision, units=[nn.Linear]).device_bytes
+    model, optimizer = auto(needed / STATE_SHARE + 64, precision=precision)
+    assert residencies(model) == [STAGES[stage]] * 6
+    squares(model, torch.ones(2, 128)).backward()
+    optimizer.step()
+    assert zerodp.stats(model).memory.total_peak <= needed + 4096  # step counts and the like
+
+
+@on_ranks(4)
+def test_auto_keeps_units_gathered_while_there_is_room() -> None:
+    """Between stages 3 and 2, some units are of either, the same on all ranks."""
+    lower, upper = (predicted(large(), s, units=[nn.Linear]).device_bytes for s in (3, 2))
+    budget = (lower + upper) / 2
+    model, optimizer = auto(budget / STATE_SHARE)
+    found = residencies(model)
+    assert 0 < found.count(STAGES[2]) < 6
+    assert found.count(STAGES[2]) + found.count(STAGES[3]) == 6
+    for _ in range(2):
+        squares(model, torch.ones(2, 128)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert zerodp.stats(model).memory.total_peak <= budget + 4096
+
+
+@on_ranks(2)
+def test_auto_refuses_what_cannot_fit() -> None:
+    needed = predicted(large(), 3, units=[nn.Linear]).device_bytes
+    with pytest.raises(zerodp.ConfigError, match=r"found no stage that fits: stage 3 needs .* on each of 2 ranks"):
+        auto(needed * 0.9)
+
+
+@on_ranks(1, 2)
+def test_auto_with_the_memory_of_this_machine(world_size: int) -> None:
+    """A small model fits whole; without an optimizer too."""
+    model, _ = zerodp.shard(Net(), stage="auto", ignore=["head.*"])
+    assert residencies(model) == [STAGES[0]] * len(model._zerodp.units)
+    assert automatic.free_bytes(torch.device("cpu")) > 2**20

@@ -157,17 +157,17 @@ def choose_stages(model: Model, setup: Setup) -> tuple[dict[str, int], str]:
     names = [unit.name for unit in model.units]
     need = {stage: estimate(model, setup, stage).device_bytes for stage in STAGES}
     told = f"of {amount(setup.device_memory)} free on the device, states and pages in use may take {amount(budget)}"
-    for stage, nbytes in need.items():
-        if nbytes <= budget:
-            return dict.fromkeys(names, stage), f"stage {stage} needs {amount(nbytes)}; {told}"
-    most = max(STAGES)
+    whole = [stage for stage in STAGES if not STAGES[stage].shards_parameters]
+    for stage in whole:
+        if need[stage] <= budget:
+            return dict.fromkeys(names, stage), f"stage {stage} needs {amount(need[stage])}; {told}"
+    most, less = max(STAGES), max(whole)
     if need[most] > setup.device_memory:
         raise ConfigError(
             f"stage: 'auto' found no stage that fits: stage {most} needs {amount(need[most])} on each of {setup.world_size} ranks, "
             f"{amount(setup.device_memory)} are free; more ranks, a smaller model, or a stage of your own choice"
         )
     chosen, kept = dict.fromkeys(names, most), 0
-    less = max(stage for stage in STAGES if not STAGES[stage].shards_parameters)
     for unit in sorted(model.units, key=lambda unit: -unit.numel):
         tried = {**chosen, unit.name: less}
         if estimate(model, setup, tried).device_bytes <= budget:

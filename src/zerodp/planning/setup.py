@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ class Setup:
     link_bandwidth, host_bandwidth: bytes per second of each device to the others and to the host.
     device_flops: achievable FLOPs per second of a device.
     precision: as in :func:`zerodp.shard`; None: a module's own dtypes, and fp32 where there is no module.
+    optimizer: its name, or how many values it keeps beside each parameter.
     bytes_per_parameter: the convention of the paper's figures; with 16 bits and Adam 16, 18 or 20.
     batch: samples per device and backward pass; sequence: tokens of a sample; accumulate: backward passes per step.
     checkpointing: "none", "selective" (attention scores are not kept, as with scaled_dot_product_attention), "full".
@@ -53,7 +55,7 @@ class Setup:
     host_bandwidth: int | None = None
     device_flops: float | None = None
     precision: Any = "bf16"
-    optimizer: str = "adam"
+    optimizer: str | int = "adam"
     bytes_per_parameter: int | None = None
     batch: int = 1
     sequence: int | None = None
@@ -82,7 +84,6 @@ class Setup:
             number("device_flops", self.device_flops, above=0)
         object.__setattr__(self, "precision", Config.of(None, {"precision": self.precision}).precision)
         for name, values in (
-            ("optimizer", tuple(MOMENTS)),
             ("checkpointing", CHECKPOINTING),
             ("offload_optimizer", TIERS),
             ("offload_params", TIERS),
@@ -90,6 +91,12 @@ class Setup:
         ):
             if getattr(self, name) not in values:
                 raise ConfigError(f"{name}: expected one of {', '.join(values)}, got {getattr(self, name)!r}")
+        if self.optimizer not in MOMENTS:
+            near = difflib.get_close_matches(str(self.optimizer), MOMENTS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            if isinstance(self.optimizer, str):
+                raise ConfigError(f"optimizer: expected one of {', '.join(MOMENTS)}, got {self.optimizer!r}{hint}")
+            whole("optimizer", self.optimizer, least=0)
         self._check_mesh()
         _ = self.policy  # raises for an unknown convention
 
@@ -130,7 +137,7 @@ class Setup:
 
     @property
     def moments(self) -> int:
-        return MOMENTS[self.optimizer]
+        return self.optimizer if isinstance(self.optimizer, int) else MOMENTS[self.optimizer]
 
     @property
     def policy(self) -> BytesPolicy:
