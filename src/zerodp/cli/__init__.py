@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import __version__
-from . import train
+from . import plan, train
 from .parser import Parser, UsageError
 
 
@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"zerodp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     train.add_parser(commands)
+    plan.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
