@@ -14,7 +14,7 @@ from ..core.stages import STAGES
 from ..errors import ConfigError
 from ..planning.closed.states import MOMENTS
 from ..planning.estimate import KINDS, amount
-from ..planning.models import Shape
+from ..planning.models import Shape, short
 from ..planning.page import html
 from ..planning.plan import Plan, plan
 from ..planning.setup import CHECKPOINTING, TIERS, Setup
@@ -179,7 +179,7 @@ def show(found: Plan) -> None:
         row("fits", ["no" if one.problems else "yes" for one in estimates.values()], end=True)
         for name in ("parameters", "batch", "sequence"):
             most = [found.largest[stage].get(name) for stage in estimates]
-            row(f"largest {name}", ["" if value is None else f"{value:,}" for value in most])
+            row(f"largest {name}", ["" if value is None else short(value) for value in most])
     console.print(table)
     console.print(
         f"[bold]Stage {found.recommended}[/bold]: {found.reason}."

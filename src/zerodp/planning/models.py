@@ -119,7 +119,7 @@ def of_count(numel: float, precision: Precision, sequence: int | None = None) ->
     shape = Shape(layers, heads * GPT3_ASPECT, heads, sequence=sequence)
     guess = f"units and activations as of a GPT with the proportions of GPT-3: {layers} layers, width {shape.hidden}"
     units = [(f"blocks.{i}", numel / layers) for i in range(layers)]
-    return of_units(f"{numel:.4g} parameters", units, precision, shape=shape, assumptions=(guess,))
+    return of_units(f"{short(numel)} parameters", units, precision, shape=shape, assumptions=(guess,))
 
 
 def of_module(model: nn.Module, config: Config) -> Model:
@@ -142,3 +142,11 @@ def of_plans(plans: Iterable[wrap.Plan], precision: Precision | None) -> tuple[U
         ignored = plan.residency if plan.name == wrap.IGNORED else None
         units.append(UnitSpec(plan.name, tuple(flats), ignored))
     return tuple(units)
+
+
+def short(count: float) -> str:
+    """A count in words: 350k, 7.5B, 175B, 1T."""
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= scale:
+            return f"{count / scale:.4g}{letter}"
+    return f"{count:.4g}"
