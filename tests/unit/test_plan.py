@@ -54,7 +54,7 @@ def test_gradients_in_16_bits_give_the_papers_bytes() -> None:
     low = zerodp.Precision(torch.bfloat16, grad_dtype=torch.bfloat16)
     for stage, one in zerodp.plan(7.5e9, world_size=64, precision=low).estimates.items():
         less = 2 * 7.5e9 / 64 if STAGES[stage].shards_parameters else 0  # no 16-bit shard rests beside the master
-        assert one.zerodp_state_bytes == one.model_state_bytes - less
+        assert one.zerodp_state_bytes == pytest.approx(one.model_state_bytes - less, rel=1e-12)
 
 
 def test_kinds_add_up_and_the_plan_prints() -> None:
@@ -222,7 +222,7 @@ def test_frozen_and_ignored_parameters_cost_less() -> None:
         ({"device_memory": "80XB"}, "device_memory: expected a number of bytes"),
         ({"device_memory": -5}, "device_memory: expected a whole number of at least 0, got -5"),
         ({"device_memory": 0}, "expected more than 0 bytes, got 0"),
-        ({"headroom": 1.0}, "headroom: expected a number"),
+        ({"headroom": 1.0}, "headroom: expected a part of at least 0 and below 1, got 1.0"),
         ({"checkpointing": "some"}, "checkpointing: expected one of none, selective, full, got 'some'"),
         ({"offload_params": "nvme"}, "offload_params: expected one of device, host, disk, got 'nvme'"),
         ({"offload_activations": "host"}, "it needs checkpointing=\"full\", got 'selective'"),
@@ -301,9 +301,9 @@ def test_offload_leaves_the_papers_2m_on_the_device() -> None:
     low = zerodp.Precision(torch.bfloat16, grad_dtype=torch.bfloat16)
     for ranks in (1, 16):
         found = zerodp.plan(10e9, world_size=ranks, precision=low, offload_optimizer="host").estimates[2]
-        assert found.zerodp_state_bytes == 2 * 10e9
-        assert found.host_link_bytes * ranks == 4 * 10e9
-        assert found.tiers["host"] * ranks == 14 * 10e9
+        assert found.zerodp_state_bytes == pytest.approx(2 * 10e9, rel=1e-12)
+        assert found.host_link_bytes * ranks == pytest.approx(4 * 10e9, rel=1e-12)
+        assert found.tiers["host"] * ranks == pytest.approx(14 * 10e9, rel=1e-12)
 
 
 def test_more_fits_at_higher_stages_and_on_more_devices() -> None:
@@ -311,22 +311,24 @@ def test_more_fits_at_higher_stages_and_on_more_devices() -> None:
         given: dict[str, Any] = {"device_memory": "32GB", "sequence": 1024, "checkpointing": "full", **options}
         return zerodp.plan(7.5e9, world_size=world_size, **given).largest
 
+    on_16, on_64, on_256 = most(16), most(64), most(256)
     for name in ("parameters", "batch", "sequence"):
-        by_stage = [most(64)[stage][name] for stage in STAGES]
+        by_stage = [on_64[stage][name] for stage in STAGES]
         assert by_stage == sorted(by_stage)
         assert by_stage[3] > by_stage[0]
-        assert most(256)[3][name] > most(16)[3][name]
-    assert most(64)[3]["sequence"] > most(64, checkpointing="selective")[3]["sequence"]
+        assert on_256[3][name] > on_16[3][name]
+    assert on_64[3]["sequence"] > most(64, checkpointing="selective")[3]["sequence"]
 
 
 def test_papers_models_fit_as_they_did() -> None:
     """32 GB V100s, 16 bits, checkpoints: 13B at stage 2 on 128 devices; data parallelism alone takes 1.3B, not 2.5B."""
     options: dict[str, Any] = {"device_memory": "32GB", "sequence": 1024, "checkpointing": "full", "world_size": 128}
+    options["headroom"] = 0
     assert not zerodp.plan(13e9, **options).estimates[2].problems
     assert not zerodp.plan(1.3e9, **options).estimates[0].problems
     assert zerodp.plan(2.5e9, **options).estimates[0].problems
     trillion = zerodp.plan(1e12, world_size=1024, headroom=0).estimates[3]
-    assert trillion.model_state_bytes == 16e12 / 1024
+    assert trillion.model_state_bytes == pytest.approx(16e12 / 1024, rel=1e-12)
 
 
 @given(st.integers(0, 5000), st.integers(1, 10_000))
@@ -341,9 +343,9 @@ def test_largest_that_fits_does_fit() -> None:
     model = of_count(7.5e9, BF16)
     for stage in (1, 2, 3):
         for name, value in most_that_fit(model, setup, stage).items():
-            one = of_count(value, BF16) if name == "parameters" else model
-            changed = setup if name == "parameters" else dataclasses.replace(setup, **{name: value})
-            assert not estimate(one, changed, stage).problems
+            one = of_count(max(value, 1), BF16) if name == "parameters" else model
+            changed = setup if name == "parameters" else dataclasses.replace(setup, **{name: max(value, 1)})
+            assert bool(estimate(one, changed, stage).problems) == (value == 0), (stage, name, value)
 
 
 def test_auto_stages_on_numbers() -> None:
@@ -371,7 +373,7 @@ def engine() -> MiniRacer:
     script = re.search(r"<script>\n(.*?)</script>", page.html(found), re.DOTALL)
     assert script is not None
     context = MiniRacer()
-    context.eval(script[1].replace('"use strict";', "").replace("const ", "var "))
+    context.eval(script[1])
     return context
 
 
@@ -392,7 +394,7 @@ SETUPS = [
         "sequence": 512,
     },
     {"world_size": 1, "unsharded_bytes": "2GB", "sequence_parallel": True},
-    {"world_size": 8, "replicate": 8, "optimizer": "sgd", "bytes_per_parameter": 4 + 2},
+    {"world_size": 8, "replicate": 8, "optimizer": "sgd", "bytes_per_parameter": 10},
 ]
 
 
@@ -408,8 +410,6 @@ def test_javascript_python_and_the_estimate_agree(options: dict[str, Any], engin
         script = engine.eval(f"JSON.stringify(device({json.dumps(given)}))")
         assert json.loads(script) == pytest.approx(python, rel=1e-12)
         found = estimate(model, setup, stage)
-        if setup.sequence is None and model.shape is not None and model.shape.sequence is None:
-            python["activations"] = 0.0
         assert {kind: python[kind] for kind in KINDS} == pytest.approx(found.kinds, rel=1e-9, abs=1)
         assert python["model_states"] == pytest.approx(found.model_state_bytes, rel=1e-12)
         assert python["wire_elements"] == pytest.approx(found.wire_elements, rel=1e-12)

@@ -79,7 +79,9 @@ class Setup:
         for name in BYTES:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _bytes(name, getattr(self, name)))
-        number("headroom", self.headroom, above=-1e-9, below=1)
+        number("headroom", self.headroom)
+        if not 0 <= self.headroom < 1:
+            raise ConfigError(f"headroom: expected a part of at least 0 and below 1, got {self.headroom!r}")
         if self.device_flops is not None:
             number("device_flops", self.device_flops, above=0)
         object.__setattr__(self, "precision", Config.of(None, {"precision": self.precision}).precision)
@@ -91,12 +93,12 @@ class Setup:
         ):
             if getattr(self, name) not in values:
                 raise ConfigError(f"{name}: expected one of {', '.join(values)}, got {getattr(self, name)!r}")
-        if self.optimizer not in MOMENTS:
-            near = difflib.get_close_matches(str(self.optimizer), MOMENTS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            if isinstance(self.optimizer, str):
-                raise ConfigError(f"optimizer: expected one of {', '.join(MOMENTS)}, got {self.optimizer!r}{hint}")
+        if not isinstance(self.optimizer, str):
             whole("optimizer", self.optimizer, least=0)
+        elif self.optimizer not in MOMENTS:
+            near = difflib.get_close_matches(self.optimizer, MOMENTS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"optimizer: expected one of {', '.join(MOMENTS)}, got {self.optimizer!r}{hint}")
         self._check_mesh()
         _ = self.policy  # raises for an unknown convention
 
