@@ -9,6 +9,7 @@ from .core.module import ShardedModule
 from .core.optimizer import ShardedOptimizer
 from .errors import CheckpointError, ConfigError, RankMismatchError, ShardedError, StorageError, ZeroError
 from .inspect import Stats, describe, stats
+from .planning.plan import Plan, plan
 from .residual.activations import activation_checkpoint, apply_activation_checkpointing
 from .version import VERSION
 
@@ -20,6 +21,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Offload",
+    "Plan",
     "Precision",
     "RankMismatchError",
     "ShardedError",
@@ -39,6 +41,7 @@ __all__ = [
     "latest",
     "load",
     "local_shards",
+    "plan",
     "save",
     "shard",
     "stats",

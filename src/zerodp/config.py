@@ -185,7 +185,7 @@ class Offload:
 class Config:
     """All options of :func:`zerodp.shard`; every field can be overridden there by name. See `docs/options.md`."""
 
-    stage: int | Mapping[str, int] = 3
+    stage: int | str | Mapping[str, int] = 3
     mesh: Any = None
     units: Any = None
     ignore: tuple[str, ...] = ()
@@ -224,6 +224,10 @@ class Config:
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise ConfigError(f"{name}: expected True or False, got {value!r}")
 
+    def bucket_bytes_on(self, backend: str) -> int:
+        """Most bytes in one collective."""
+        return self.bucket_bytes or (64 * 2**20 if backend == "gloo" else 512 * 2**20)
+
     @classmethod
     def of(cls, config: Config | None, options: Mapping[str, Any]) -> Config:
         """`config` with `options` put over it; unknown names are refused with the nearest valid one."""
@@ -238,7 +242,12 @@ class Config:
         return dataclasses.replace(config or cls(), **options)
 
 
+AUTO = "auto"  # the stage that the planner chooses
+
+
 def _stage(value: Any) -> Any:
+    if value == AUTO:
+        return value
     if isinstance(value, Mapping):
         for key, one in value.items():
             if not isinstance(key, str):
@@ -252,7 +261,7 @@ def _stage(value: Any) -> Any:
         return dict(value)
     if isinstance(value, bool) or not isinstance(value, int) or value not in STAGES:
         raise ConfigError(
-            f"stage: expected one of {sorted(STAGES)} or a mapping from unit patterns to them, got {value!r}"
+            f"stage: expected one of {sorted(STAGES)}, 'auto' or a mapping from unit patterns to them, got {value!r}"
         )
     return value
 

@@ -8,7 +8,7 @@ import zerodp
 from tests.house.source import PACKAGE, ROOT, Module, modules
 
 FILE_LINES = 400
-CORE_CODE_LINES = 3_250  # blank lines, comments and docstrings apart
+CORE_CODE_LINES = 3_300  # blank lines, comments and docstrings apart
 
 # The contract's public names; each later part of the library adds its own here.
 PUBLIC = {
@@ -17,6 +17,7 @@ PUBLIC = {
     "Config",
     "ConfigError",
     "Offload",
+    "Plan",
     "Precision",
     "RankMismatchError",
     "ShardedError",
@@ -37,6 +38,7 @@ PUBLIC = {
     "load",
     "local_shards",
     "save",
+    "plan",
     "shard",
     "stats",
     "unshard",

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..config import Config
+from ..config import AUTO, Config
 from ..errors import ConfigError
 from .stages import STAGES, WHOLE, Residency
 
@@ -81,7 +81,7 @@ def clean(name: str) -> str:
 
 def residencies(config: Config, names: Sequence[str]) -> dict[str, Residency]:
     """The stage of each unit; the first pattern that fits decides, '*' comes last."""
-    stage = config.stage
+    stage = max(STAGES) if config.stage == AUTO else config.stage  # until the ranks have agreed on one
     if not isinstance(stage, dict):
         return dict.fromkeys(names, STAGES[stage])  # type: ignore[index]
     found = {}
