@@ -8,8 +8,8 @@ ARGS ?=
 LINK ?=
 CHECKPOINTS ?=
 
-# Two files of tests at a time: many wait for clocks and for processes to start, few for a core.
-PYTEST = $(RUN) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+# Two files of tests at a time: many wait for clocks and for processes to start, few for a core. The slow ones come first.
+PYTEST = $(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 VENV := .venv
 RUN := $(VENV)/bin/python

@@ -50,7 +50,12 @@ def commit(target: Path, token: str) -> None:
     if (target / manifest.NAME).exists():
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-    made.rename(target)
+    try:
+        made.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
     sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -95,7 +100,9 @@ def keep_newest(target: Path, count: int) -> None:
     """Delete complete checkpoints beside `target` until `count` are left, the oldest first and never `target` itself."""
     others = [(found.time_ns, path) for path, found in whole_ones(target.parent) if path != target]
     for _, path in sorted(others, reverse=True)[count - 1 :]:
-        shutil.rmtree(path, ignore_errors=True)
+        gone = temporary(path, "deleted")  # half a checkpoint never stands under its name
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _owner(path: Path) -> Path:

@@ -38,7 +38,7 @@ class _Reader:
             self.descriptors[path] = os.open(path, os.O_RDONLY)
             self.source.opened.callback(os.close, self.descriptors[path])
         self.source.bytes_read += num_bytes
-        found = torch.empty(num_bytes, dtype=torch.uint8)
+        found = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         memory.read(self.descriptors[path], offset, memory.raw(found), str(path))
         return found
 

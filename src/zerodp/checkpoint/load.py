@@ -21,7 +21,7 @@ from .boxes import boxes, view
 from .contents import ENGINE, EXTRA, MODEL, RANDOM
 from .inventory import Inventory, Parameter
 from .opening import Place, open_source
-from .save import same_on_all
+from .save import require_closed, same_on_all
 from .source import Expected, Source
 
 MOST_LISTED = 20
@@ -44,14 +44,14 @@ def load(path: Place, model: nn.Module, optimizer: Any = None) -> dict[str, Any]
         pass; RankMismatchError: other arguments on some rank. All on every rank; nothing has been changed then.
     """
     runtime = runtime_of(model)
-    runtime.require_idle("load()")
-    background.wait()
+    require_closed(runtime, "load()")
     runtime.lending.take_back()
     taken, problem = Taken(), None
     runtime.control.require(Kind.LOAD)
     shown = repr(path) if callable(path) else os.path.abspath(path)
     same_on_all(runtime, "load", [[shown, optimizer is not None], None])
     try:
+        background.wait()
         taken = _read(runtime, inventory.optimizer_of(runtime, optimizer, "load"), path)
     except ZeroError as error:
         problem = error
@@ -102,7 +102,7 @@ def _read(runtime: Runtime, optimizer: ShardedOptimizer | None, path: Place) -> 
 
 def _segment(source: Source, key: str, parameter: Parameter, start: int, stop: int) -> Tensor:
     """Elements [start, stop) in memory order, in the dtype they are stored in."""
-    values = torch.empty(stop - start, dtype=source.tensors[key].dtype)
+    values = torch.empty(stop - start, dtype=source.tensors[key].dtype, device="cpu")
     for box in boxes(parameter.shape, parameter.strides, start, stop) if stop > start else ():
         run = values[box.start - start : box.stop - start]
         source.fill(key, view(run, box, parameter.shape, parameter.strides), box.offsets)

@@ -55,7 +55,9 @@ class _Files:
         first, last = low * size // BLOCK_BYTES, -(-high * size // BLOCK_BYTES)
         begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, box.num_bytes)
         whole_blocks = (begin, end) == (low * size, high * size)
-        values = out if out is not None and whole_blocks else torch.empty((end - begin) // size, dtype=dtype)
+        values = (
+            out if out is not None and whole_blocks else torch.empty((end - begin) // size, dtype=dtype, device="cpu")
+        )
         view = memory.raw(values)
         self._read(box.file, box.offset + begin, view)
         for number in range(first, last):

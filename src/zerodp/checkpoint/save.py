@@ -21,7 +21,7 @@ from ..core.comm import Channel
 from ..core.control import Kind, share_verdict
 from ..core.runtime import Runtime
 from ..core.stages import STAGES
-from ..errors import CheckpointError, ConfigError, RankMismatchError, ZeroError
+from ..errors import CheckpointError, ConfigError, RankMismatchError, ShardedError, ZeroError
 from ..version import VERSION
 from . import background, folders, traffic
 from .background import Saving
@@ -57,18 +57,20 @@ def save(
         CheckpointError: it could not be written. All on every rank; what stood at `path` before is untouched then.
     """
     runtime = runtime_of(model)
-    runtime.require_idle("save()")
-    background.wait()
+    require_closed(runtime, "save()")
     runtime.lending.take_back()
     begin = time.perf_counter()
     target, token = Path(os.path.abspath(path)), uuid.uuid4().hex[:8]
     contents, config, problem = Contents(), None, None
     try:
+        background.wait()
         _check(target, keep)
         contents = collect(runtime, optimizer_of(runtime, optimizer, "save"), extra)
         config = hugging_face_config(model)
     except ZeroError as error:
         problem = error
+    except Exception as error:  # of the user's own state_dict(), perhaps, which runs on rank 0 alone
+        problem = CheckpointError(f"save to {target}: {explained(error)}")
     runtime.control.require(Kind.SAVE)
     runtime.control.share(problem)
     arguments = [str(target), optimizer is not None, asynchronous, keep]
@@ -78,32 +80,47 @@ def save(
 
     counts = traffic.of(runtime)
 
+    copy = _copy(runtime, contents) if asynchronous else None
+
     def job() -> None:
+        if copy is not None:
+            _together(channel, target, copy)
         counts.bytes_written += write(contents, target, token, channel, keep, facts, config)
 
     saving = None
     if asynchronous:
-        saving = background.start(_after_copy(runtime, contents, job), f"save to {target}")
+        saving = background.start(job, f"save to {target}")
     else:
         job()
     counts.stall_seconds = time.perf_counter() - begin
     return saving
 
 
-def _after_copy(runtime: Runtime, contents: Contents, job: Callable[[], None]) -> Callable[[], None]:
-    """`job` on a copy. What only steps change is copied while training goes on, and the next step waits for it; the rest at once."""
-    staging, copied, counts = _Staging(runtime), threading.Event(), traffic.of(runtime)
-    contents.staged(staging, sharded=False)
-    if runtime.lending.ever_lent:
-        contents.staged(staging, sharded=True)
-        return job
+def _copy(runtime: Runtime, contents: Contents) -> Callable[[], None]:
+    """Begin to put a copy in the place of all values: at once of what may change at any time, the rest by calling the result.
 
-    def work() -> None:
-        try:
+    That is for the saving thread. What only steps change is copied beside training, and the next step waits for it.
+    """
+    staging, copied, counts = _Staging(runtime), threading.Event(), traffic.of(runtime)
+    problem: Exception | None = None
+    try:
+        contents.staged(staging, sharded=False)
+        if runtime.lending.ever_lent:
             contents.staged(staging, sharded=True)
+            copied.set()
+    except Exception as error:  # no memory; the other ranks learn of it in the thread
+        problem = error
+    behind = _Behind(runtime.arena.device)
+
+    def rest() -> None:
+        try:
+            if problem is not None:
+                raise problem
+            if not copied.is_set():
+                with behind:
+                    contents.staged(staging, sharded=True)
         finally:
             copied.set()
-        job()
 
     def wait() -> None:
         begin = time.perf_counter()
@@ -111,7 +128,39 @@ def _after_copy(runtime: Runtime, contents: Contents, job: Callable[[], None]) -
         counts.stall_seconds += time.perf_counter() - begin
 
     runtime.lending.readers.append(wait)
-    return work
+    return rest
+
+
+class _Behind:
+    """On an accelerator: a stream that begins where the caller's is now, for another thread to copy on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = None
+        if device.type != "cpu":
+            reached = torch.accelerator.current_stream(device).record_event()
+            self.stream = torch.Stream(device=device)
+            self.stream.wait_event(reached)
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+            self.stream.__exit__(*error)
+
+
+def require_closed(runtime: Runtime, what: str) -> None:
+    """
+    Raises:
+        ShardedError: inside a pass, or inside full_params(), which has the values and may edit them.
+    """
+    runtime.require_idle(what)
+    if any(unit.opened for unit in runtime.units):
+        raise ShardedError(
+            f"{what} inside full_params(): leave it first, so that what was edited has reached the shards"
+        )
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -245,5 +294,5 @@ class _Staging:
         buffer = self.mine[number]
         if buffer.dtype != values.dtype or buffer.numel() != values.numel():
             pinned = values.device.type != "cpu"
-            buffer = self.mine[number] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
+            buffer = self.mine[number] = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
         return buffer.copy_(values.detach())

@@ -113,7 +113,7 @@ class Source:
 
     def whole(self, key: str) -> Tensor:
         stored = self.tensors[key]
-        out = torch.empty(stored.shape, dtype=stored.dtype)
+        out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self.fill(key, out, (0,) * len(stored.shape))
         return out
 

@@ -87,6 +87,7 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
 
 def _keep(runtime: Runtime, units: list[Unit]) -> None:
     """Rank 0's edits into the shards of all ranks."""
+    runtime.lending.before_change()
     for unit in units:
         for flat in unit.flats:
             commit(runtime, flat, _page(flat))
@@ -142,7 +143,7 @@ def checksum(tensor: Tensor) -> tuple[int, int]:
     """Of the bits, and of the bits by their place: other values, or the same ones elsewhere, give another sum."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     total = placed = 0
-    for number, values in enumerate(flat.view(_bits(flat)).split(2**20)):
+    for number, values in enumerate(_as_bits(flat).view(-1).split(2**20)):
         bits = values.long()
         here = int(bits.sum())
         total += here
@@ -168,12 +169,18 @@ def commit(runtime: Runtime, flat: Flat, page: Cut) -> None:
         if new.data_ptr() == mine.data_ptr():
             continue
         old = mine.to(new.dtype)
-        edited = old.view(_bits(old)) != new.contiguous().view(_bits(new))
-        mine.copy_(torch.where(edited, new.to(mine.dtype), mine))
+        mine.copy_(torch.where(_differing(old, new), new.to(mine.dtype), mine))
 
 
-def _bits(tensor: Tensor) -> torch.dtype:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+def _as_bits(flat: Tensor) -> Tensor:
+    """[numel] of any dtype as integers [numel, words]."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.dtype.itemsize, torch.int64)
+    return flat.contiguous().view(words).view(flat.numel(), flat.dtype.itemsize // words.itemsize)
+
+
+def _differing(a: Tensor, b: Tensor) -> Tensor:
+    """[numel] bool: where two flat tensors of one dtype have other bits."""
+    return (_as_bits(a) != _as_bits(b)).any(-1)
 
 
 # ---- state dicts
@@ -291,7 +298,7 @@ def _write(flat: Flat, index: int, new: Tensor, old: Tensor) -> None:
     for segment in (s for s in flat.segments if s.index == index):
         mine = flat.shard[segment.piece][segment.offset : segment.offset + segment.numel]
         a, b = fresh[segment.start : segment.stop], before[segment.start : segment.stop]
-        mine.copy_(torch.where(a.view(_bits(a)) != b.view(_bits(b)), a.to(mine.dtype), mine))
+        mine.copy_(torch.where(_differing(a, b), a.to(mine.dtype), mine))
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | torch.device = "cpu") -> dict[str, Any]:

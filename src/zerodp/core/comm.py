@@ -232,7 +232,7 @@ class Comm:
     def exchange_objects(self, value: Any, what: str) -> list[Any]:
         """Every rank's picklable `value`, in rank order. Slow: for set-up, disagreements and errors."""
         data = _encoded(value)
-        sizes = self.exchange(torch.tensor([data.numel()]), what).wait()[:, 0].tolist()
+        sizes = self.exchange(torch.tensor([data.numel()], device="cpu"), what).wait()[:, 0].tolist()
         rows = self.exchange(_padded(data, max(sizes)), what).wait()
         return [_decoded(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
@@ -283,7 +283,7 @@ class Comm:
         for pg, group in groups:
             for peer in group.peers if pg is not None else ():
                 with contextlib.suppress(RuntimeError):  # this is the point
-                    pg.recv([torch.empty(1)], peer, 9).wait(datetime.timedelta(milliseconds=1))
+                    pg.recv([torch.empty(1, device="cpu")], peer, 9).wait(datetime.timedelta(milliseconds=1))
 
 
 class Channel:
@@ -308,8 +308,8 @@ class Channel:
         data = _encoded(value)
         if self.group is None:
             return [_decoded(data)]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
-        self._wait(self.group.allgather([sizes], [torch.tensor([data.numel()])]))
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world.size)]
+        self._wait(self.group.allgather([sizes], [torch.tensor([data.numel()], device="cpu")]))
         mine = _padded(data, max(int(size) for size in sizes))
         gets = everywhere or self.world.rank == 0
         rows = [mine.new_empty(mine.numel()) for _ in sizes] if gets else []

@@ -117,7 +117,7 @@ class Control:
                     gradients |= 1 << (position + index)
                 position += len(flat.parameters)
         row += _split(gradients, self.columns[self.GRADIENTS][1])
-        return torch.tensor(row, dtype=torch.int64)
+        return torch.tensor(row, dtype=torch.int64, device="cpu")
 
     def share(self, error: Exception | None) -> None:
         """A mistake found on one rank is raised on all of them, before anything is changed."""

@@ -119,12 +119,14 @@ def resolve(mesh: Any, device: torch.device | None, purpose: str = "") -> tuple[
 def connect(mesh: Mesh, purpose: str = "") -> Mesh:
     """The same mesh with lanes for its data (a collective)."""
 
-    def connected(group: Group) -> Group:
-        lanes = (_make(group.ranks, f"{purpose}lane{i}", mesh.backend) for i in range(2 if group.size > 1 else 0))
+    def connected(group: Group, dim: str) -> Group:
+        # On gloo messages have tags. Elsewhere only the order tells them apart, and that of replicas is its own.
+        lane = f"{purpose}lane" if mesh.backend == "gloo" else f"{purpose}{dim}"
+        lanes = (_make(group.ranks, f"{lane}{i}", mesh.backend) for i in range(2 if group.size > 1 else 0))
         return Group(group.ranks, group.rank, tuple(lanes))
 
-    world, shard, replicate = map(connected, (mesh.world, mesh.shard, mesh.replicate))
-    return replace(mesh, world=world, shard=shard, replicate=replicate)
+    world, replicate = connected(mesh.world, "replicas"), connected(mesh.replicate, "replicas")
+    return replace(mesh, world=world, shard=connected(mesh.shard, "shards"), replicate=replicate)
 
 
 def beside(mesh: Mesh) -> Any:

@@ -32,14 +32,14 @@ def total_norm(engine: Engine, p: float) -> float:
         for flat, tensor in _parts(engine)
         if _counts(flat)
     ]
-    mine = torch.stack(powers) if powers else torch.zeros(1, dtype=torch.float64)
+    mine = torch.stack(powers) if powers else torch.zeros(1, dtype=torch.float64, device="cpu")
     mine = mine.max() if p == math.inf else mine.sum()
     rows = engine.runtime.comm.exchange(mine.reshape(1).cpu(), "the gradient norm").wait()[:, 0]
     total = float(rows.max() if p == math.inf else rows.sum())
     if p != math.inf:
         total = total ** (1.0 / p)
     # fp32 is what gradients know; it also takes away the last bits, in which float64 sums of other cuts may differ
-    return float(torch.tensor(total, dtype=torch.float32)) if math.isfinite(total) else total
+    return float(torch.tensor(total, dtype=torch.float32, device="cpu")) if math.isfinite(total) else total
 
 
 def _counts(flat: Flat) -> bool:

@@ -111,12 +111,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """`loss.backward(**options)`, with the loss scaled where the precision asks for it."""
         engine = self._zerodp
         runtime, scale = engine.runtime, engine.scaler.scale
-        runtime.reducer.loss_scale, runtime.scaled_backward = scale, True
+        runtime.reducer.loss_scale, runtime.scaled_backward = (
+            scale,
+            True,
+        )  # also of what is reduced later, before the next step
         try:
             (loss * scale if engine.scaler.active else loss).backward(**options)
         finally:
             runtime.scaled_backward = False
-            runtime.reducer.loss_scale = 1.0
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
@@ -154,9 +156,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             runtime.unscaled_backwards = 0
             raise ShardedError("fp16 needs a scaled loss: call optimizer.backward(loss) instead of loss.backward()")
         runtime.unscaled_backwards = 0
-        runtime.reducer.drain()
-        overflow = engine.scaler.active and norms.overflows(engine)
-        rows = runtime.settle(Kind.STEP, overflow)
+        rows = runtime.settle(Kind.STEP)
+        if engine.scaler.active:  # now that every gradient has been reduced
+            rows = runtime.control.require(Kind.STEP, overflow=norms.overflows(engine))
         overflow = bool(rows[:, Control.OVERFLOW].any())
         engine.last_step_skipped = overflow
         engine.skipped_steps += overflow

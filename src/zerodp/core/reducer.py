@@ -29,7 +29,7 @@ class Reducer:
 
     def __init__(self, arena: Arena, comm: Comm, mean: bool, reduce_dtype: torch.dtype | None) -> None:
         self.arena, self.comm, self.mean, self.reduce_dtype = arena, comm, mean, reduce_dtype
-        self.loss_scale = 1.0  # of the backward under way
+        self.loss_scale = 1.0  # of the last backward; all ranks' is the same, and changes in steps only
         self._early: dict[Flat, Tensor | None] = {}  # scalars as tensors: torch converts a float at every use
         self.under_way: deque[tuple[Flat, Iterator[None]]] = deque()
 
@@ -111,8 +111,6 @@ class Reducer:
     def _reduce(self, flat: Flat) -> Iterator[None]:
         """One flat's reduction; yields while the wire works. Launches happen in the order of calls, the same on all ranks."""
         scale = self._late_scale(flat)
-        if flat.keeps_scale:
-            flat.grad_scale = self.loss_scale
         promoted = flat.bucket is not None and flat.bucket.whole.dtype != flat.param_dtype
         bucket, slot = self._complete_bucket(flat)
         group, replicas, name = flat.group, flat.replicas, flat.unit.name
@@ -132,6 +130,11 @@ class Reducer:
             yield
             sums = [handle.wait() for handle in second]
         fresh = flat.grad is None
+        if flat.keeps_scale:
+            if flat.grad is not None and flat.grad_scale != self.loss_scale:  # of a backward before the last step
+                for whole in flat.grad:
+                    whole.mul_(self.loss_scale / flat.grad_scale)
+            flat.grad_scale = self.loss_scale
         if target is None:
             target = flat.grad or flat.grad_storage(self.arena, promoted)
         gathers = []

@@ -336,12 +336,12 @@ class Runtime:
 
     # ---- steps and collectives outside passes
 
-    def settle(self, what: Kind, overflow: bool = False) -> Tensor:
+    def settle(self, what: Kind) -> Tensor:
         """All ranks are here, nothing is under way, and no gradient waits in a bucket anywhere. The result is the ranks' messages."""
         self.end_failed()
         self.lending.take_back()
         self.reducer.drain()
-        rows = self.control.require(what, overflow=overflow)
+        rows = self.control.require(what)
         self.reduce_waiting(rows)
         self.reducer.drain()
         return rows
