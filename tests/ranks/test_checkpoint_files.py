@@ -247,6 +247,54 @@ def test_changes_wait_for_the_copy_of_an_asynchronous_save(change: str, stage: i
     all_close("moments", {name: s["exp_avg"] for name, s in optimizer.state_dict()["state"].items()}, moments)
 
 
+class Refuses:
+    """What a user may give as `extra`; its state_dict runs on rank 0 only."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("mine")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_fails_on_one_rank_fails_on_all(asynchronous: bool, tmp_path: Path) -> None:
+    """Of the user's own, or for want of memory for the copy; training and saving go on."""
+    model, optimizer = small()
+    train(model, optimizer)
+    with pytest.raises(zerodp.CheckpointError, match="KeyError"):
+        zerodp.save(tmp_path / "x", model, optimizer, extra={"mine": Refuses()}, asynchronous=asynchronous)
+    if asynchronous:
+        staging = importlib.import_module("zerodp.checkpoint.save")._Staging
+        copy = staging.__call__
+
+        def fails(self: Any, values: torch.Tensor) -> torch.Tensor:
+            raise MemoryError
+
+        if dist.get_rank() == 1:
+            staging.__call__ = fails
+        try:
+            saving = zerodp.save(tmp_path / "x", model, optimizer, asynchronous=True)
+            with pytest.raises(zerodp.CheckpointError, match=r"rank 1: .*MemoryError"):
+                saving.wait()  # type: ignore[union-attr]
+        finally:
+            staging.__call__ = copy
+    assert zerodp.latest(tmp_path) is None
+    assert not list(tmp_path.iterdir())
+    train(model, optimizer)
+    zerodp.save(tmp_path / "x", model, optimizer)
+    assert zerodp.latest(tmp_path) == tmp_path / "x"
+
+
+@on_ranks(2)
+def test_full_params_are_left_before_a_save_or_load(stage: int, tmp_path: Path) -> None:
+    model, optimizer = small(stage=stage)
+    zerodp.save(tmp_path / "x", model, optimizer)
+    with zerodp.full_params(model, write=True):
+        with pytest.raises(zerodp.ShardedError, match=r"save\(\) inside full_params"):
+            zerodp.save(tmp_path / "y", model, optimizer)
+        with pytest.raises(zerodp.ShardedError, match=r"load\(\) inside full_params"):
+            zerodp.load(tmp_path / "x", model, optimizer)
+
+
 @on_ranks(2, 3)
 def test_each_rank_reads_and_writes_its_own_bytes(world_size: int, tmp_path: Path) -> None:
     """Weights and two moments, 12 bytes an element: each rank moves its share, plus scalars and tables."""

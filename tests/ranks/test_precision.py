@@ -40,6 +40,33 @@ def backward(model: nn.Module, optimizer: zerodp.ShardedOptimizer, bad_on: int |
     optimizer.backward(model(x).sum())
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("bad_on", [None, 1])
+def test_gradients_that_the_step_itself_reduces(bad_on: int | None, stage: int) -> None:
+    """Under no_sync they wait until the step, where they are unscaled, and looked at, like any others."""
+    model, optimizer = wide(stage, init_scale=1024.0)
+    before = model.state_dict()["weight"].clone()
+    for _ in range(2):
+        with model.no_sync():
+            backward(model, optimizer, bad_on)
+    if bad_on is None:
+        close("gradient", zerodp.full_grads(model)["weight"].float(), torch.full((1, 128), 2.0))
+    optimizer.step()
+    assert optimizer.last_step_skipped == (bad_on is not None)
+    close("weight", model.state_dict()["weight"], before if bad_on is not None else before - 0.1 * 2.0)
+
+
+@on_ranks(2)
+def test_gradients_kept_over_a_change_of_the_scale(stage: int) -> None:
+    """Without zero_grad they go on adding up, though the loss scale has grown in between."""
+    model, optimizer = wide(stage, init_scale=64.0, growth_interval=1)
+    for scale, total in ((64.0, 1.0), (128.0, 2.0), (256.0, 3.0)):
+        assert optimizer.loss_scale == scale
+        backward(model, optimizer)
+        close("gradient", zerodp.full_grads(model)["weight"].float(), torch.full((1, 128), total))
+        optimizer.step()
+
+
 @case("B27", "B28")
 @on_ranks(2)
 @pytest.mark.parametrize("clip", [False, True], ids=["plain", "clipped"])

@@ -84,7 +84,7 @@ def save(
 
     def job() -> None:
         if copy is not None:
-            _together(channel, target, copy)
+            _together(channel, target, token, copy)
         counts.bytes_written += write(contents, target, token, channel, keep, facts, config)
 
     saving = None
