@@ -114,6 +114,7 @@ def describe(model: nn.Module) -> str:
     mesh = runtime.comm.mesh
     lines = [
         f"{type(model).__name__} on rank {mesh.world.rank} of {mesh.world.size} ({mesh.device_type}, {mesh.backend})"
+        + (f", {mesh.data.size} data-parallel x {mesh.tensor.size} tensor-parallel" if mesh.tensor.size > 1 else "")
     ]
     width = max(len(unit.name) for unit in runtime.units)
     for unit in runtime.units:
@@ -121,6 +122,8 @@ def describe(model: nn.Module) -> str:
             numel = flat.layout.numel
             where = "sharded" if flat.pages or flat.full is None else "whole"
             split = f"1/{flat.group.size}" + (f" x {flat.replicas.size} replicas" if flat.replicas.size > 1 else "")
+            parts = sum(one.split for one in flat.locals)
+            here = f" of this rank's parts, {parts} split over tensor-parallel ranks," if parts else ""
             rest = f", {_name(flat.shard_dtype)} shard" if flat.shard_dtype != flat.param_dtype else ""
             grads = (
                 ("gradients " + ("sharded" if flat.residency.shards_gradients else "whole"))
@@ -128,7 +131,7 @@ def describe(model: nn.Module) -> str:
                 else "frozen"
             )
             lines.append(
-                f"  {unit.name:{width}}  {len(flat.parameters):4} parameters {numel:>14,} elements  {_name(flat.param_dtype)} "
+                f"  {unit.name:{width}}  {len(flat.parameters):4} parameters {numel:>14,} elements{here}  {_name(flat.param_dtype)} "
                 f"{where}{rest}, optimizer {split}, {grads}"
             )
     memory = Stats(runtime).memory
