@@ -9,6 +9,7 @@ vocabulary. The text is this file.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -129,7 +130,7 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     shape = (dist.get_world_size() // options.tp, options.tp)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "tp"))
@@ -157,7 +158,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 0 or step == options.steps - 1:
-            value = loss.full_tensor().item()
+            value = loss.detach().full_tensor().item()
             if dist.get_rank() == 0:
                 print(f"step {step:4}  loss {value:.4f}  gradient norm {norm:.4f}", flush=True)
     if options.save:

@@ -123,7 +123,7 @@ def describe(model: nn.Module) -> str:
             where = "sharded" if flat.pages or flat.full is None else "whole"
             split = f"1/{flat.group.size}" + (f" x {flat.replicas.size} replicas" if flat.replicas.size > 1 else "")
             parts = sum(one.split for one in flat.locals)
-            here = f" of this rank's parts, {parts} split over tensor-parallel ranks," if parts else ""
+            tensor = f", {parts} of them tensor-parallel parts" if parts else ""
             rest = f", {_name(flat.shard_dtype)} shard" if flat.shard_dtype != flat.param_dtype else ""
             grads = (
                 ("gradients " + ("sharded" if flat.residency.shards_gradients else "whole"))
@@ -131,8 +131,8 @@ def describe(model: nn.Module) -> str:
                 else "frozen"
             )
             lines.append(
-                f"  {unit.name:{width}}  {len(flat.parameters):4} parameters {numel:>14,} elements{here}  {_name(flat.param_dtype)} "
-                f"{where}{rest}, optimizer {split}, {grads}"
+                f"  {unit.name:{width}}  {len(flat.parameters):4} parameters {numel:>14,} elements  {_name(flat.param_dtype)} "
+                f"{where}{rest}, optimizer {split}, {grads}{tensor}"
             )
     memory = Stats(runtime).memory
     lines += [f"  {kind:14} {memory.now[kind]:>16,} bytes now {memory.peak[kind]:>16,} peak" for kind in memory.now]
