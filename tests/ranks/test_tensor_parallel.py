@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from examples.megatron_gpt import GPT, Block, next_token_loss, parallelize
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -158,9 +159,10 @@ def test_hybrid_with_tensor_parallelism(shape: tuple[int, ...], stage: int) -> N
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-def test_stages_are_equal_to_the_last_bit(precision: str | None) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+def test_stages_are_equal_to_the_last_bit(dtype: torch.dtype | None) -> None:
     found = []
+    precision = None if dtype is None else zerodp.Precision(dtype, grad_dtype=dtype)
     for stage in range(4):
         run = Run((2, 2), stage=stage, precision=precision)
         for step in range(3):
@@ -172,6 +174,7 @@ def test_stages_are_equal_to_the_last_bit(precision: str | None) -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", [2, 3], ids="zero{}".format)
 def test_activation_checkpointing(reentrant: bool, stage: int) -> None:
     run, plain = Run((2, 2), stage=stage), Run((2, 2), stage=0)
     for block in run.model.blocks:
@@ -183,6 +186,7 @@ def test_activation_checkpointing(reentrant: bool, stage: int) -> None:
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 3], ids="zero{}".format)
 def test_accumulation_with_and_without_sync(stage: int) -> None:
     run, oracle = Run((2, 2), stage=stage), Oracle(2)
     with run.model.no_sync():
@@ -270,6 +274,7 @@ def test_hidden_dtensors_trap_every_use() -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", [1, 3], ids="zero{}".format)
 def test_gathered_it_is_the_dtensor_that_it_was(precision: str | None, stage: int) -> None:
     run, plain = Run((2, 2), stage=stage, precision=precision), dict(gpt().named_parameters())
     dtype = torch.float32 if precision is None else torch.bfloat16
@@ -283,6 +288,7 @@ def test_gathered_it_is_the_dtensor_that_it_was(precision: str | None, stage: in
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 3], ids="zero{}".format)
 def test_edits_of_rank_0_reach_everyone(stage: int) -> None:
     run, expected = Run((2, 2), stage=stage), gpt().state_dict()
     with zerodp.full_params(run.model, write=True), torch.no_grad():
@@ -297,6 +303,7 @@ def test_edits_of_rank_0_reach_everyone(stage: int) -> None:
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 3], ids="zero{}".format)
 def test_state_dicts_are_the_plain_models(stage: int) -> None:
     oracle, run = Oracle(2), Run((2, 2), stage=stage, seed=4)
     oracle.step(0)
@@ -356,12 +363,13 @@ class Narrow(nn.Module):
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("stage", [1, 3], ids="zero{}".format)
 def test_empty_parts_and_plain_parameters(tmp_path: Path, stage: int) -> None:
     mesh = mesh_of((1, 4))
     torch.manual_seed(0)
     plain, model = Narrow(), Narrow()
     model.load_state_dict(plain.state_dict())
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
     if dist.get_rank() == 2:
         with torch.no_grad():
             model.plain.bias.fill_(9)  # rank 0's counts
@@ -410,7 +418,7 @@ def loaded(pairs: list[tuple[tuple[int, ...], str]], folder: Path) -> list[tuple
         run = Run(shape, stage=1, seed=9)
         zerodp.load(folder / name, run.model, run.optimizer)
         found.append((name, {**run.model.state_dict(), **flattened(run.optimizer.state_dict())}))
-        run.step(2)
+    run.step(2)
     return found
 
 
@@ -429,8 +437,6 @@ def test_checkpoints_move_between_meshes(ranks: Pool, tmp_path: Path) -> None:
 
 
 def exported(folder: Path) -> Tensors:
-    from safetensors.torch import load_file
-
     return dict(load_file(folder / "model.safetensors"))
 
 
@@ -442,6 +448,18 @@ def test_export_of_a_model(tmp_path: Path) -> None:
     state = run.model.state_dict()
     for name, value in exported(tmp_path / "model").items():
         assert torch.equal(value, state[name]), name
+
+
+@on_ranks(4)
+def test_weights_from_safetensors(tmp_path: Path) -> None:
+    """Each tensor-parallel rank takes its part, from the first data-parallel rank of its column."""
+    if dist.get_rank() == 0:
+        state = gpt(7).state_dict()
+        del state["head.weight"]
+        save_file(state, tmp_path / "model.safetensors")
+    dist.barrier()
+    run = Run((2, 2), weights=tmp_path)
+    close("read", run.model.state_dict(), gpt(7).state_dict(), tolerance=0)
 
 
 # ---- mistakes
@@ -459,9 +477,11 @@ def test_meshes_that_do_not_fit_are_refused() -> None:
     mesh = mesh_of((2, 2))
     model = parallelize(gpt(), mesh["tp"])
     refuses("expected one dim, or two named", model, mesh)
-    refuses("over a mesh of its own", model, None)
-    refuses("over a mesh of its own", model, dist.group.WORLD)
-    refuses("over a mesh of its own", model, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+    refuses("no part of the same mesh", model, None)
+    refuses("no part of the same mesh", model, dist.group.WORLD)
+    refuses(
+        "share ranks with the DTensor parameters' dims", model, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    )
     refuses("share ranks with the DTensor parameters' dims", model, mesh["tp"])
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     refuses("share ranks with the DTensor parameters' dims", parallelize(gpt(), hybrid["shard"]), hybrid)
@@ -505,10 +525,10 @@ def test_the_example_trains(tmp_path: Path) -> None:
     script = ROOT / "examples" / "megatron_gpt.py"
     assert len(script.read_text().splitlines()) < 200
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
-    options = ["--tp", "2", "--steps", "31", "--context", "32", "--batch", "4", "--save", str(tmp_path / "last")]
+    options = ["--tp", "2", "--steps", "21", "--context", "32", "--batch", "4", "--save", str(tmp_path / "last")]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert losses[0] > 5.4  # a byte is one of 256
-    assert losses[-1] < 3.7
+    assert losses[-1] < 4
     assert zerodp.latest(tmp_path) == tmp_path / "last"

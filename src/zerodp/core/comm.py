@@ -222,7 +222,11 @@ class Comm:
         if tensor.placements == placements:
             return tensor
         self._raise_if_broken()
-        self.count("redistribute", unit, tensor.dtype, tensor._local_tensor.numel(), 1)
+        changes = zip(tensor.placements, placements, strict=True)
+        if any(
+            now != then and not now.is_replicate() for now, then in changes
+        ):  # a part of a whole is taken without the wire
+            self.count("redistribute", unit, tensor.dtype, tensor._local_tensor.numel(), 1)
         return tensor.redistribute(placements=placements)
 
     def full(self, tensor: Any, unit: str) -> Tensor:

@@ -174,14 +174,17 @@ def _with_tensor(
     """(all ranks that train this model, this rank's tensor group): the data ranks, and for each of them the tensor ranks."""
     if tensor_mesh is None:
         return data, (dist.get_rank(),)
-    names = tensor_mesh.mesh_dim_names
+    names, tensor = tensor_mesh.mesh_dim_names, _members(tensor_mesh)
     advice = (
         'make one mesh with both kinds of dims, as init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "tp")), parallelize the model '
         'over mesh["tp"], and pass mesh=mesh["dp"]'
     )
-    if not isinstance(mesh, DeviceMesh) or mesh._get_root_mesh() != tensor_mesh._get_root_mesh():
-        raise ConfigError(f"mesh: the model has DTensor parameters over a mesh of its own, dims {names}; {advice}")
-    root, tensor = mesh._get_root_mesh().mesh, _members(tensor_mesh)
+    # Torch takes equal meshes for one another, so the root of the DTensors' mesh may be that of an earlier one. Ranks do not lie.
+    root = mesh._get_root_mesh().mesh if isinstance(mesh, DeviceMesh) else None
+    if root is None or not set(tensor) <= set(root.flatten().tolist()):
+        raise ConfigError(
+            f"mesh: the model has DTensor parameters over dims {names}, and this is no part of the same mesh; {advice}"
+        )
     along_data, along_tensor = _varying(root, data), _varying(root, tensor)
     if along_data & along_tensor:
         raise ConfigError(

@@ -209,7 +209,7 @@ def _check_placements(name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Non
     odd = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
     if odd:
         raise ConfigError(
-            f"{name!r} is a DTensor with placement {odd[0]}; parameters can be Shard(dim) or Replicate() over the tensor-parallel mesh: "
+            f"{name!r} is a DTensor with placement {odd[0]!r}; parameters can be Shard(dim) or Replicate() over the tensor-parallel mesh: "
             "redistribute it before shard()"
         )
     if tensor.device_mesh != mesh:
