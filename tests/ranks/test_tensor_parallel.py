@@ -500,6 +500,10 @@ def test_parameters_that_cannot_be_laid_out_are_refused() -> None:
     refuses("'odd' is a DTensor with placement Partial", model_with(partial), mesh["dp"])
     elsewhere = distribute_tensor(torch.ones(4), mesh, [Replicate(), Shard(0)])
     refuses("'odd' is a DTensor over mesh dims", model_with(elsewhere), mesh["dp"])
+    cut = DTensor.from_local(
+        torch.ones(1 + mesh.get_local_rank("tp")), mesh["tp"], [Shard(0)], shape=torch.Size([3]), stride=(1,)
+    )
+    refuses("rank 0: 'odd' is a DTensor whose local tensor has shape", model_with(cut), mesh["dp"])
     with torch.device("meta"):
         empty = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
     refuses("is a DTensor on the meta device", empty, mesh["dp"])

@@ -27,6 +27,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return get_inner(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def block_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(sizes, origin) of this rank's block of a DTensor, by its placements."""
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
 class Local:
     """Of an ordinary parameter, which is its own local tensor.
 
@@ -74,9 +79,7 @@ class Distributed(Local):
         self.split = any(placement.is_shard() for placement in self.placements)
         places = zip(self.mesh.get_coordinate(), self.placements, strict=True)
         self.first = all(place == 0 or placement.is_shard() for place, placement in places)
-        size, origin = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
-        assert tuple(size) == tuple(self.size), f"a local part of {tuple(self.size)}, torch says {tuple(size)}"
-        self.origin = tuple(origin)
+        _, self.origin = block_of(parameter)
 
     def put(self, parameter: Any, part: Tensor) -> None:
         if part.dtype != parameter.dtype or part.device != parameter.device:

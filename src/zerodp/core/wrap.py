@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..config import Config
 from ..errors import ConfigError
-from .local import local_of
+from .local import block_of, local_of
 from .stages import STAGES, WHOLE, Residency
 
 ROOT, IGNORED = "(root)", "(ignored)"
@@ -216,6 +216,12 @@ def _check_placements(name: str, tensor: Tensor, mesh: DeviceMesh | None) -> Non
         raise ConfigError(
             f"{name!r} is a DTensor over mesh dims {tensor.device_mesh.mesh_dim_names}, others are over {mesh.mesh_dim_names if mesh else None}; "
             "put all on one mesh, with Replicate() over the dims that do not split them"
+        )
+    sizes, _ = block_of(tensor)
+    if tuple(sizes) != tuple(local_of(tensor).shape):
+        raise ConfigError(
+            f"{name!r} is a DTensor whose local tensor has shape {tuple(local_of(tensor).shape)}, expected {tuple(sizes)} by its placements "
+            f"{tensor.placements}; make it by distribute_tensor"
         )
 
 
