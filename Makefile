@@ -8,6 +8,9 @@ ARGS ?=
 LINK ?=
 CHECKPOINTS ?=
 
+# Two files of tests at a time: many wait for clocks and for processes to start, few for a core.
+PYTEST = $(RUN) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --quiet --disable-pip-version-check
@@ -20,13 +23,13 @@ train: $(VENV)/.with-cli  ## train a GPT on text; options by ARGS="--stage 2 --m
 	@$(VENV)/bin/zerodp train $(ARGS)
 
 test: $(VENV)/.with-test  ## run the tests; options of pytest by ARGS
-	$(RUN) -m pytest $(ARGS)
+	$(PYTEST)
 
 check: $(VENV)/.with-dev  ## formatter, linter, type checker and tests
 	$(RUN) -m ruff format --check
 	$(RUN) -m ruff check
 	$(RUN) -m mypy
-	$(RUN) -m pytest $(ARGS)
+	$(PYTEST)
 
 bench: $(VENV)/.with-bench  ## measure beside DDP, FSDP2 and DeepSpeed; LINK=2gbit for a slow link, options by ARGS
 	$(RUN) bench/run.py $(if $(LINK),--link $(LINK)) $(ARGS)

@@ -3,12 +3,14 @@
 from .api import shard, unshard
 from .checkpoint import export, latest, load, save
 from .compare import Comparison, compare
-from .config import Config, Precision
+from .config import Config, Offload, Precision
 from .core.access import full_grads, full_params, full_state_dict, local_shards
 from .core.module import ShardedModule
 from .core.optimizer import ShardedOptimizer
 from .errors import CheckpointError, ConfigError, RankMismatchError, ShardedError, StorageError, ZeroError
 from .inspect import Stats, describe, stats
+from .planning.plan import Plan, plan
+from .residual.activations import activation_checkpoint, apply_activation_checkpointing
 from .version import VERSION
 
 __version__ = VERSION
@@ -18,6 +20,8 @@ __all__ = [
     "Comparison",
     "Config",
     "ConfigError",
+    "Offload",
+    "Plan",
     "Precision",
     "RankMismatchError",
     "ShardedError",
@@ -26,6 +30,8 @@ __all__ = [
     "Stats",
     "StorageError",
     "ZeroError",
+    "activation_checkpoint",
+    "apply_activation_checkpointing",
     "compare",
     "describe",
     "export",
@@ -35,6 +41,7 @@ __all__ = [
     "latest",
     "load",
     "local_shards",
+    "plan",
     "save",
     "shard",
     "stats",

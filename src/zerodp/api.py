@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .checkpoint.weights import Weights
-from .config import Config
+from .config import AUTO, Config
 from .core import mesh as meshes
 from .core import module, optimizer_state, wrap
 from .core.access import original_buffers, runtime_of, whole_values
@@ -21,14 +20,13 @@ from .core.elementwise import check_elementwise
 from .core.local import local_of
 from .core.module import ShardedModule
 from .core.optimizer import Engine, ShardedOptimizer
-from .core.precision import LossScaler, computes_in_fp32, dtypes_of
+from .core.precision import LossScaler, by_dtypes
 from .core.reducer import Reducer
 from .core.runtime import Runtime
 from .core.unit import Flat, Unit
 from .errors import ConfigError, RankMismatchError, ZeroError
 from .materialise import Initialised, Source
-
-BUCKET_BYTES = {"gloo": 64 * 2**20, "nccl": 512 * 2**20}
+from .planning import automatic
 
 
 def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None, **options: Any) -> tuple[Any, Any]:
@@ -72,7 +70,10 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     comm.mesh = meshes.connect(mesh)
     if settings.exact is not None:
         comm.exact = settings.exact
-    return _assemble(model, optimizer, settings, plans, source, comm)
+    device = _device(settings, mesh.device_type, model)
+    if settings.stage == AUTO:
+        plans = automatic.choose(model, optimizer, plans, settings, device, comm)
+    return _assemble(model, optimizer, settings, plans, source, comm, device)
 
 
 def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
@@ -169,9 +170,14 @@ def _compare(everyone: list[list[str]]) -> None:
 
 
 def _assemble(
-    model: nn.Module, optimizer: Any, config: Config, plans: list[wrap.Plan], source: Source, comm: Comm
+    model: nn.Module,
+    optimizer: Any,
+    config: Config,
+    plans: list[wrap.Plan],
+    source: Source,
+    comm: Comm,
+    device: torch.device,
 ) -> tuple[Any, Any]:
-    device = _device(config, comm.mesh.device_type, model)
     arena = Arena(device)
     scaler = LossScaler(config.precision)
     reducer = Reducer(
@@ -199,11 +205,8 @@ def _assemble(
 
 def _unit(index: int, plan: wrap.Plan, config: Config, comm: Comm) -> Unit:
     """One flat per (dtypes, trainable)."""
-    kinds: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    for name, parameter, holder in plan.parameters:
-        dtypes = dtypes_of(parameter, config.precision, computes_in_fp32(holder))
-        kinds[(dtypes, parameter.requires_grad)].append((name, parameter))
-    max_bytes = config.bucket_bytes or BUCKET_BYTES.get(comm.mesh.backend, 512 * 2**20)
+    kinds = by_dtypes(plan.parameters, config.precision)
+    max_bytes = config.bucket_bytes_on(comm.mesh.backend)
     flats = [Flat(named, dtypes, plan.residency, comm.mesh, max_bytes) for (dtypes, _), named in kinds.items()]
     return Unit(plan.name, index, plan.module, flats)
 

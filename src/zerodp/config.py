@@ -141,6 +141,7 @@ class Precision:
         return self.param_dtype == torch.float16
 
 
+PLACES = ("device", "host", "disk")
 PRECISIONS = {
     "fp32": Precision(torch.float32),
     "bf16": Precision(torch.bfloat16),
@@ -148,11 +149,43 @@ PRECISIONS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What rests off the device, and where.
+
+    Args:
+        activations: where the inputs of checkpointed blocks rest: ``"device"``, ``"host"`` or ``"disk"``.
+        path: folder for the file of ``"disk"``; ``None`` = the system's folder for temporary files.
+        host_bytes: host memory to use before the disk (int or text such as ``"4GB"``); ``None`` = only what is on its way.
+
+    Raises:
+        ConfigError: a place or number outside its range.
+    """
+
+    activations: str = "device"
+    path: str | None = None
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.activations not in PLACES:
+            near = difflib.get_close_matches(str(self.activations), PLACES, 1)
+            raise ConfigError(
+                f"offload: expected one of {', '.join(map(repr, PLACES))}, got {self.activations!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        if self.path is not None:
+            if not isinstance(self.path, (str, os.PathLike)):
+                raise ConfigError(f"Offload.path: expected the path of a folder, got {self.path!r}")
+            object.__setattr__(self, "path", os.fspath(self.path))
+        if self.host_bytes is not None:
+            object.__setattr__(self, "host_bytes", bytes_of("Offload.host_bytes", self.host_bytes))
+
+
 @dataclass(frozen=True)
 class Config:
     """All options of :func:`zerodp.shard`; every field can be overridden there by name. See `docs/options.md`."""
 
-    stage: int | Mapping[str, int] = 3
+    stage: int | str | Mapping[str, int] = 3
     mesh: Any = None
     units: Any = None
     ignore: tuple[str, ...] = ()
@@ -191,6 +224,10 @@ class Config:
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise ConfigError(f"{name}: expected True or False, got {value!r}")
 
+    def bucket_bytes_on(self, backend: str) -> int:
+        """Most bytes in one collective."""
+        return self.bucket_bytes or (64 * 2**20 if backend == "gloo" else 512 * 2**20)
+
     @classmethod
     def of(cls, config: Config | None, options: Mapping[str, Any]) -> Config:
         """`config` with `options` put over it; unknown names are refused with the nearest valid one."""
@@ -205,7 +242,12 @@ class Config:
         return dataclasses.replace(config or cls(), **options)
 
 
+AUTO = "auto"  # the stage that the planner chooses
+
+
 def _stage(value: Any) -> Any:
+    if value == AUTO:
+        return value
     if isinstance(value, Mapping):
         for key, one in value.items():
             if not isinstance(key, str):
@@ -219,7 +261,7 @@ def _stage(value: Any) -> Any:
         return dict(value)
     if isinstance(value, bool) or not isinstance(value, int) or value not in STAGES:
         raise ConfigError(
-            f"stage: expected one of {sorted(STAGES)} or a mapping from unit patterns to them, got {value!r}"
+            f"stage: expected one of {sorted(STAGES)}, 'auto' or a mapping from unit patterns to them, got {value!r}"
         )
     return value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from .core.arena import KINDS
 from .core.comm import CommRow
 from .core.optimizer import ShardedOptimizer
 from .core.runtime import Event, Runtime
+from .residual.store import store_of
 
 FIRST = ("exp_avg", "momentum_buffer", "sum", "square_avg_first")
 SECOND = ("exp_avg_sq", "square_avg", "max_exp_avg_sq")
@@ -25,7 +26,9 @@ class Memory:
 
     parameters: in the dtype of compute, where they rest (in fp32 the shards themselves); gradients: reduced ones, and whole
     ones where the stage keeps them; master: sharded copies in another dtype; first_moment, second_moment, other_state: of the
-    optimizer; unsharded: pages gathered for use; buckets: gradient staging and receive space.
+    optimizer; unsharded: pages and checkpointed inputs gathered for use; buckets: gradient staging and receive space;
+    activations: inputs of checkpointed blocks, or this rank's parts of them. host and disk: what rests there, by the same kinds,
+    now and at its peak; not in the totals, which are of the device.
     """
 
     now: dict[str, int]
@@ -35,6 +38,10 @@ class Memory:
     pinned: tuple[
         tuple[str, int], ...
     ] = ()  # (unit, bytes) of pages given back while a tensor of the user still sees them
+    host: dict[str, int] = field(default_factory=dict)
+    host_peak: dict[str, int] = field(default_factory=dict)
+    disk: dict[str, int] = field(default_factory=dict)
+    disk_peak: dict[str, int] = field(default_factory=dict)
 
 
 class Stats:
@@ -45,7 +52,7 @@ class Stats:
 
     @property
     def comm(self) -> list[CommRow]:
-        return list(self._runtime.comm.rows.values())
+        return [*self._runtime.comm.rows.values(), *store_of(self._runtime).rows]
 
     @property
     def trace(self) -> list[Event]:
@@ -66,12 +73,13 @@ class Stats:
 
     @property
     def memory(self) -> Memory:
-        arena = self._runtime.arena
+        arena, store = self._runtime.arena, store_of(self._runtime)
+        host, disk = store.bytes_at("host"), store.bytes_at("disk")
         pinned = tuple(arena.pinned())  # looks at what was handed back, so that only what is really seen still counts
         now = {**dict.fromkeys(KINDS, 0), **arena.now, **state_bytes(self._runtime.optimizer)}
         state = sum(now[kind] for kind in ("first_moment", "second_moment", "other_state"))
         peak = {kind: max(now[kind], arena.peak.get(kind, 0)) for kind in now}
-        return Memory(now, peak, sum(now.values()), arena.total_peak + state, pinned)
+        return Memory(now, peak, sum(now.values()), arena.total_peak + state, pinned, *host, *disk)
 
     @property
     def checkpoint(self) -> Traffic:
@@ -83,6 +91,7 @@ class Stats:
         self._runtime.comm.rows.clear()
         self._runtime.trace.clear()
         self._runtime.arena.reset_peaks()
+        store_of(self._runtime).reset()
 
 
 def state_bytes(optimizer: ShardedOptimizer | None) -> dict[str, int]:
@@ -136,6 +145,10 @@ def describe(model: nn.Module) -> str:
             )
     memory = Stats(runtime).memory
     lines += [f"  {kind:14} {memory.now[kind]:>16,} bytes now {memory.peak[kind]:>16,} peak" for kind in memory.now]
+    for place, now, peak in (("host", memory.host, memory.host_peak), ("disk", memory.disk, memory.disk_peak)):
+        lines += [
+            f"  {kind + ', ' + place:22} {now[kind]:>8,} bytes now {peak[kind]:>16,} peak" for kind in now if peak[kind]
+        ]
     lines += [f"  pinned by a tensor outside: unit {name!r}, {nbytes:,} bytes" for name, nbytes in memory.pinned]
     return "\n".join(lines)
 

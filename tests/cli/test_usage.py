@@ -30,7 +30,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_of_train_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     status, output, _ = shown(["train", "--help"], capsys)
     assert status == 0
-    for name in (*vars(Settings()), "out", "resume"):
+    for name in {*vars(Settings()), "out", "resume"} - {"step_windows"}:
         assert f"--{name.replace('_', '-')} " in output
 
 
@@ -91,7 +91,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["--params", "8M"], "--params 8000000: the run in"),
         (["--seed", "1"], "--seed 1: the run in"),
-        (["--ranks", "3"], "windows of text"),
+        (["--ranks", "9"], "too few for 9 ranks"),
         (["--batch", "8"], "windows of text"),
         ([], "the text is not the one"),
     ],

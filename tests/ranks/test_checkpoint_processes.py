@@ -20,7 +20,7 @@ import zerodp
 from zerodp.checkpoint import report
 from zerodp.checkpoint.own import open_own
 
-ROUNDS = int(os.environ.get("ZERODP_KILL_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("ZERODP_KILL_ROUNDS", "30"))
 WORLD_SIZE = 2
 
 

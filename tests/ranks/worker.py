@@ -54,7 +54,7 @@ def serve(connection: Connection, rank: int, log: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN as well, so reading it shows
     explain_assertions()
-    gc.freeze()  # what is imported by now never becomes garbage: collections between calls stay cheap
+    collect()
     with contextlib.suppress(EOFError):
         while True:
             kind, *message = connection.recv()
@@ -107,7 +107,7 @@ def clean_state() -> Iterator[None]:
             for message, module in UNAVOIDABLE:
                 warnings.filterwarnings("ignore", message, module=module)
             yield
-            gc.collect()
+            collect()
     finally:
         sys.unraisablehook = sys.__unraisablehook__
         torch.set_default_dtype(torch.float32)
@@ -115,6 +115,18 @@ def clean_state() -> Iterator[None]:
         torch._dynamo.reset()
     if ignored:
         raise AssertionError(f"exceptions that Python could only print: {ignored}")
+
+
+def collect() -> None:
+    """Take the call's garbage away; what it imported stays for ever, and need not be looked through again and again."""
+    global modules
+    gc.collect()
+    if len(sys.modules) != modules:
+        modules = len(sys.modules)
+        gc.freeze()
+
+
+modules = 0
 
 
 def leave_in_error() -> None:

@@ -57,6 +57,7 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
     runtime, units, everything = _units_of(model_or_modules)
     runtime.require_idle("full_params()")
     runtime.lending.take_back()
+    runtime.lending.before_change()  # where parameters stay whole, an edit changes the shards at once
     runtime.control.require(Kind.FULL)
     if write and any(unit.opened for unit in units):
         raise ShardedError(
@@ -90,7 +91,6 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
 
 def _keep(runtime: Runtime, units: list[Unit]) -> None:
     """Rank 0's edits into the shards of all ranks."""
-    runtime.lending.before_change()
     for unit in units:
         for flat in unit.flats:
             commit(runtime, flat, _page(flat))

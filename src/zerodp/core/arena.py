@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state", "unsharded", "buckets")
+STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
+KINDS = (*STATES, "unsharded", "buckets", "activations")
 
 
 class Slot:
@@ -59,8 +60,8 @@ class Slot:
 class Arena:
     """Slots and the ledger of one sharded model on one device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, pinned: bool = False) -> None:
+        self.device, self.pin = device, pinned
         self.idle: dict[int, list[Slot]] = {}  # by size
         self.limbo: list[Slot] = []
         self.reserved = self.lent = self.lent_peak = 0
@@ -83,7 +84,7 @@ class Arena:
         if slot is None:
             self._trim(needed)
             with torch.inference_mode(False):  # or training could not use it later
-                slot = Slot(torch.empty(needed, dtype=torch.uint8, device=self.device))
+                slot = Slot(torch.empty(needed, dtype=torch.uint8, device=self.device, pin_memory=self.pin))
             self.reserved += needed
         self.add(kind, needed)
         return slot.lend(numel, dtype, kind, label)

@@ -193,7 +193,8 @@ class Comm:
             works = [_reduce_scatter(pg, receive[0], bucket, _SCATTERS)]
         elif self.pairwise:
             tag = _tag(self.number, unit)
-            for space, peer in zip(receive, group.peers, strict=True):
+            for peer in group.peers:
+                space = receive[peer - (peer > group.rank)]  # the sum is in rank order, whatever the order of the peers
                 works += (pg.recv([space], peer, tag), pg.send([parts[peer]], peer, tag))
             receive = [*receive[: group.rank], parts[group.rank], *receive[group.rank :]]
         else:
@@ -206,14 +207,14 @@ class Comm:
         if group.size > 1 and tensor.numel():
             self.count("broadcast", unit, tensor.dtype, tensor.numel() if group.rank == 0 else 0, 1)
             what = f"the broadcast of unit {unit!r}"
-            pg = self._lane(group, GATHER, what)
-            Handle(
-                self,
-                [dist.broadcast(_bytes(tensor), group=pg, group_src=0, async_op=True)],
-                group,
-                GATHER,
-                what,
-            ).wait()
+            pg, values = self._lane(group, GATHER, what), [_bytes(tensor)]
+            if not self.pairwise:
+                works = [dist.broadcast(values[0], group=pg, group_src=0, async_op=True)]
+            elif group.rank == 0:
+                works = [pg.send(values, peer, _tag(self.number, unit)) for peer in group.peers]
+            else:
+                works = [pg.recv(values, 0, _tag(self.number, unit))]
+            Handle(self, works, group, GATHER, what).wait()
 
     # ---- tensor parallelism: torch's own collectives over the mesh of a DTensor, which it waits for
 

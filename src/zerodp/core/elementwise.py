@@ -27,22 +27,27 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     refusal = f"{name} is not elementwise: its update of a part of a matrix depends on the whole, so it cannot run on shards. {advice}"
     for group in optimizer.param_groups:
         try:
-            whole = _trial(optimizer, group, parts=False)
+            whole, _ = _trial(optimizer, group, parts=False)
         except Exception as error:
             raise ConfigError(
                 f"{name} cannot be seen to be elementwise: a step of it on a small matrix failed ({type(error).__name__}: {error}), as "
                 f"where an optimizer keeps its state outside of `self.state` or needs a closure. {advice}"
             ) from None
         try:
-            parts = _trial(optimizer, group, parts=True)
+            parts, _ = _trial(optimizer, group, parts=True)
         except Exception as error:
             raise ConfigError(f"{refusal} ({type(error).__name__}: {error})") from None
         if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-7):
             raise ConfigError(refusal)
 
 
-def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parts: bool) -> Tensor:
-    """Two steps of a copy of the optimizer over a matrix of its own, whole or cut."""
+def num_moments(optimizer: torch.optim.Optimizer) -> int:
+    """How many values beside each element of a parameter an elementwise optimizer keeps, at most."""
+    return max((_trial(optimizer, group, parts=False)[1] for group in optimizer.param_groups), default=0)
+
+
+def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parts: bool) -> tuple[Tensor, int]:
+    """Two steps of a copy of the optimizer over a matrix of its own, whole or cut: (the matrix, states of its size)."""
     device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     numel = 4 * ALIGN
@@ -66,7 +71,9 @@ def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parts: bool)
         for parameter, c in zip(parameters, cuts, strict=True):
             parameter.grad = gradient[c].clone() if parts else gradient.view(shape).clone()
         trial.step()
-    return torch.cat([p.detach().reshape(-1) for p in parameters])
+    first = parameters[0]
+    kept = sum(isinstance(value, Tensor) and value.shape == first.shape for value in trial.state[first].values())
+    return torch.cat([p.detach().reshape(-1) for p in parameters]), kept
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

@@ -70,10 +70,18 @@ def alone(group: Group) -> Group:
 _cache: dict[Any, Any] = {}
 _cache_world: Any = None
 _dropped: list[Any] = []
+_drops = 0
+
+
+def era() -> tuple[Any, int]:
+    """While this stays equal, groups that were made can be used: the same world, and no failure since."""
+    return dist.group.WORLD, _drops
 
 
 def drop_groups() -> None:
     """After a failure, messages may still be under way in the old groups: the next `shard()` makes new ones."""
+    global _drops
+    _drops += 1
     _dropped.extend(_cache.values())
     _cache.clear()
 
@@ -84,10 +92,13 @@ def _forget_dropped() -> None:
         dist.destroy_process_group(_dropped.pop())
 
 
-def resolve(mesh: Any, device: torch.device | None, tensor_mesh: DeviceMesh | None) -> tuple[Mesh, ConfigError | None]:
+def resolve(
+    mesh: Any, device: torch.device | None, tensor_mesh: DeviceMesh | None = None, purpose: str = ""
+) -> tuple[Mesh, ConfigError | None]:
     """The `mesh` option of `shard()` as ranks that can tell each other their mistakes, and this rank's own, if it has one.
 
-    The lanes are missing still, see `connect`.
+    The lanes are missing still, see `connect`. Meshes with another `purpose` have groups of their own: what is sent over them
+    comes in an order of its own.
 
     Args:
         tensor_mesh: over which parameters are DTensors.
@@ -117,18 +128,18 @@ def resolve(mesh: Any, device: torch.device | None, tensor_mesh: DeviceMesh | No
     except ConfigError as error:
         problem, world, shard, replicate, tensor = error, data, data, (me,), (me,)
         device_type, backend = _device(dist.group.WORLD, None)
-    control = _make(world, "control", "fake" if backend == "fake" else "gloo")
+    control = _make(world, f"{purpose}control", "fake" if backend == "fake" else "gloo")
     made = Mesh(
         _group(world), _group(data), _group(shard), _group(replicate), _group(tensor), control, device_type, backend
     )
     return made, problem
 
 
-def connect(mesh: Mesh) -> Mesh:
+def connect(mesh: Mesh, purpose: str = "") -> Mesh:
     """The same mesh with lanes for its data (a collective)."""
 
     def connected(group: Group) -> Group:
-        lanes = (_make(group.ranks, f"lane{i}", mesh.backend) for i in range(2 if group.size > 1 else 0))
+        lanes = (_make(group.ranks, f"{purpose}lane{i}", mesh.backend) for i in range(2 if group.size > 1 else 0))
         return Group(group.ranks, group.rank, tuple(lanes))
 
     world, data, shard, replicate, tensor = map(connected, mesh.groups)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -25,6 +28,17 @@ def dtypes_of(parameter: nn.Parameter, precision: Precision | None, keeps_dtype:
     wanted = precision.grad_dtype if precision is not None else None
     grad = wanted or (torch.float32 if compute in LOW else compute)
     return compute, rest, grad
+
+
+def by_dtypes(
+    parameters: Iterable[tuple[str, nn.Parameter, nn.Module]], precision: Precision | None
+) -> dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]]:
+    """(name, parameter, the module that holds it) sorted into flats: one per (dtypes, trainable)."""
+    kinds: dict[tuple[Dtypes, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, parameter, holder in parameters:
+        dtypes = dtypes_of(parameter, precision, computes_in_fp32(holder))
+        kinds[(dtypes, parameter.requires_grad)].append((name, parameter))
+    return kinds
 
 
 def computes_in_fp32(module: nn.Module) -> bool:

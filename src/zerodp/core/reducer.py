@@ -72,7 +72,9 @@ class Reducer:
         return True
 
     def _open(self, flat: Flat) -> None:
-        if flat.persistent is not None and any(busy is flat for busy, _ in self.under_way):
+        if self.comm.pairwise if flat.persistent is None else any(busy is flat for busy, _ in self.under_way):
+            # On CPUs the first gradient of a unit comes long after the last one of the unit before, whose reduction ends in
+            # between as a rule: waiting costs little, and a bucket less is held while memory is fullest.
             self.drain()
         flat.open_bucket(self.arena)
         if flat not in self._early:

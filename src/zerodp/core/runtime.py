@@ -30,6 +30,7 @@ from .schedule import MAX_REVISIONS, REDUCE, Op, Order, Pass, backward_order, fo
 from .unit import Flat, Unit
 
 ROOT = "(root)"
+RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()  # in the order of shard()
 TRACE_LENGTH = 100_000
 
 
@@ -55,6 +56,7 @@ class Runtime:
     def __init__(
         self, units: list[Unit], arena: Arena, comm: Comm, reducer: Reducer, names: dict[nn.Module, str], config: Config
     ) -> None:
+        RUNTIMES[id(self)] = self
         self.units, self.arena, self.comm, self.reducer = units, arena, comm, reducer
         self.module_names = names
         self.unit_of = {unit.module: unit for unit in units if unit.module is not None}
@@ -134,14 +136,12 @@ class Runtime:
     def _begin_forward(self, module: nn.Module) -> None:
         self.lending.take_back()
         self.control.look()
-        grad = torch.is_grad_enabled()
-        name = self.module_names.get(module, "?")
-        key = ("forward", name, grad)
+        key = ("forward", self.module_names.get(module, "?"), torch.is_grad_enabled())
         order = self.orders.get(key)
         if order is None:
             order = self.orders[key] = Order(forward_order(u.index for u in self._units_under(module) if u.pages), 0)
         self.passes.append(Pass("forward", key, order))
-        if grad and any(unit.pages for unit in self.units):
+        if key[2] and any(unit.pages for unit in self.units):
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def _end_forward(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..config import Config
+from ..config import AUTO, Config
 from ..errors import ConfigError
 from .local import block_of, local_of
 from .stages import STAGES, WHOLE, Residency
@@ -84,7 +84,7 @@ def clean(name: str) -> str:
 
 def residencies(config: Config, names: Sequence[str]) -> dict[str, Residency]:
     """The stage of each unit; the first pattern that fits decides, '*' comes last."""
-    stage = config.stage
+    stage = max(STAGES) if config.stage == AUTO else config.stage  # until the ranks have agreed on one
     if not isinstance(stage, dict):
         return dict.fromkeys(names, STAGES[stage])  # type: ignore[index]
     found = {}

@@ -15,13 +15,14 @@ import zerodp
 
 from ...config import PRECISIONS
 from ...core.stages import STAGES, Residency
+from ...planning.automatic import free_bytes
+from ...planning.closed.states import MOMENTS, paper_bytes, policy
+from ...planning.closed.traffic import paper_elements
 from .gpt import VOCABULARY, parameter_count, shape_for
 from .settings import Settings
 from .trainer import build
 
-MOMENTS = 8  # bytes of Adam's two fp32 moments per parameter
 HEADROOM = 8  # bytes per parameter that a measurement may take besides: the model before it is sharded, workspace
-MASTER = 4  # bytes of the fp32 weight that 16-bit training keeps besides
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 
 
@@ -38,28 +39,20 @@ class Row:
 
 
 def formula_bytes(residency: Residency, numel: int, ranks: int, precision: str) -> int:
-    """Model states per rank by the paper: parameters, gradients and optimizer state, each whole or a rank's part."""
-    width = PRECISIONS[precision].param_dtype.itemsize
-    optimizer = MOMENTS + (MASTER if width < MASTER else 0)
-    kinds = (
-        (width, residency.shards_parameters),
-        (width, residency.shards_gradients),
-        (optimizer, residency.shards_optimizer),
-    )
-    return round(sum(numel * nbytes / (ranks if sharded else 1) for nbytes, sharded in kinds))
+    """Model states per rank by the paper, with Adam."""
+    per = policy(PRECISIONS[precision].param_dtype.itemsize, MOMENTS["adam"])
+    return round(float(paper_bytes(numel, ranks, residency, per)))
 
 
 def formula_wire_elements(residency: Residency, numel: int, ranks: int) -> int:
     """Elements that a rank sends in one step: gradients out and parameters back, and parameters once more where they are sharded."""
-    return round((3 if residency.shards_parameters else 2) * numel * (ranks - 1) / ranks)
+    return round(float(paper_elements(numel, residency)) * (ranks - 1) / ranks)
 
 
 def room(device: torch.device) -> int:
     """Bytes that this rank may still take."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return available // int(os.environ["LOCAL_WORLD_SIZE"])
+    sharing = 1 if device.type == "cuda" else int(os.environ["LOCAL_WORLD_SIZE"])
+    return free_bytes(device) // sharing
 
 
 def measure(settings: Settings, device: torch.device, room: int) -> list[Row]:

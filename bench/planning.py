@@ -1,0 +1,180 @@
+"""docs/planning.md, made from the planner: `python bench/planning.py` prints it, `--write` puts it in its place."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import zerodp
+from zerodp.core.stages import STAGES
+from zerodp.planning.closed import infinity, states
+from zerodp.planning.estimate import amount
+from zerodp.planning.models import Shape, short
+
+TARGET = Path(__file__).parents[1] / "docs" / "planning.md"
+ADAM = states.policy(2, 2)
+GPT3 = Shape(96, 12288, 96, 50257, 2048)
+TRILLION = Shape(128, 25600, 256, 50257, 1024)
+
+# (what it is, model, options)
+MACHINES: list[tuple[str, Any, dict[str, Any]]] = [
+    ("GPT-3 175B on 400 V100 with 32 GB", GPT3, {"world_size": 400, "device_memory": "32GB", "checkpointing": "full"}),
+    (
+        "GPT-3 175B on 400 V100 with 32 GB, 16 of them tensor parallel",
+        GPT3,
+        {
+            "world_size": 400,
+            "device_memory": "32GB",
+            "tensor_parallel": 16,
+            "checkpointing": "full",
+            "partition_activations": True,
+        },
+    ),
+    ("GPT-3 175B on 128 A100 with 80 GB", GPT3, {"world_size": 128, "device_memory": "80GB", "checkpointing": "full"}),
+    ("1T on 1024 V100 with 32 GB", TRILLION, {"world_size": 1024, "device_memory": "32GB", "checkpointing": "full"}),
+    (
+        "1T on one DGX-2 (16 V100, 1.5 TB of host memory, 28 TB of disk), states on disk",
+        TRILLION,
+        {
+            "world_size": 16,
+            "device_memory": "32GB",
+            "host_memory": "93GB",
+            "disk_memory": "1750GB",
+            "checkpointing": "full",
+            "offload_optimizer": "disk",
+            "offload_params": "disk",
+            "offload_activations": "host",
+        },
+    ),
+]
+
+HEAD = """\
+# Planning
+
+<!-- Made by `python bench/planning.py --write`; edit that file. -->
+
+`zerodp plan` says what each stage holds on a device and sends in a step, which stage to take, and what would fit. It runs nothing
+and needs no devices.
+
+```
+zerodp plan --params 7.5e9 --world-size 64
+zerodp plan --layers 96 --hidden 12288 --heads 96 --vocab 50257 --sequence 2048 --world-size 1024 --device-memory 80GB
+zerodp plan --config path/to/config.json --world-size 8 --device-memory 24GiB --html plan.html
+```
+
+`--json` prints one object. `--html PATH` writes a page with sliders for ranks, stage, batch, sequence, checkpointing and offload; it
+computes the same formulas in the browser and loads nothing from outside. In Python, `zerodp.plan(model_or_parameter_count, world_size=...)`
+takes a module too, also one on the meta device, and then counts the padding of its real units.
+
+## What is counted
+
+| kind | what it is |
+|---|---|
+| parameters, gradients, optimizer | what rests on the device, as [stages](stages.md) says; the optimizer's part has the fp32 master and the moments |
+| unsharded | gathered pages: the unit in use and those ahead of it, and the root |
+| buckets | gradients that fill and travel, with the space to receive and sum them; the casts of the optimizer's step |
+| activations | of a transformer by Korthikanti et al. (2022), where shape and sequence are known; `selective` leaves out the attention scores, as fused attention does |
+| buffers | of the module |
+
+The first line of every plan is the paper's own formula. Its bytes per parameter are a convention, which is printed: with 16 bits and
+Adam 16 (ZeRO), 18 (fp32 gradients) or 20 (ZeRO-Infinity, both); `--bytes-per-parameter` chooses. What this library holds is counted apart, from
+its own dtypes. For a module the tests hold states, traffic and workspace to the measured bytes on one, two and four ranks, without tolerance.
+Not in the closed forms: the activations of a model that is no transformer, workspaces of kernels, and fragmentation, for which `--headroom` (a
+tenth of the device) is left free. Offload is counted by ZeRO-Offload's placement: master, moments and sharded gradients away, a 16-bit
+shard here.
+
+## Which stage
+
+The least communication that fits: stages are tried from 0 to 3. Stages 0 to 2 send the same, so the lowest of them that fits is
+taken; stage 3 sends half as much again. Without `--device-memory` it is the stage that holds least among those that send least. Where nothing
+fits, the plan says what would: checkpointing, a smaller batch, offload, more devices.
+
+`zerodp.shard(model, optimizer, stage="auto")` asks the same for the memory that is free on the device, the least of all ranks. It does not know
+the batch, so states and pages in use may take 63 % of it (ZeRO measured that 63 to 82 % of what the states alone allow can be used). Between stages
+2 and 3 it keeps the largest units gathered as long as there is room. It logs its choice under the logger `zerodp`, at level INFO.
+"""
+
+
+def figure_1() -> str:
+    lines = ["## The paper's example", "", "7.5B parameters on 64 devices, mixed-precision Adam (ZeRO, Figure 1).", ""]
+    plan = zerodp.plan(7.5e9, world_size=64)
+    lines += ["| stage | by the paper | held here | elements sent, by the paper | sent here |", "|---|---|---|---|---|"]
+    for stage, one in plan.estimates.items():
+        lines.append(
+            f"| {stage} | {amount(one.model_state_bytes)} | {amount(one.zerodp_state_bytes)} | {short(one.wire_elements)} | {short(one.sent_elements)} |"
+        )
+    return "\n".join(lines)
+
+
+def table_1() -> str:
+    lines = ["## Bytes per device as devices are added", "", "GB of model states by the paper (ZeRO, Table 1).", ""]
+    sizes, sharded = (7.5e9, 128e9, 1e12), [stage for stage, row in STAGES.items() if row.shards_optimizer]
+    heads = [f"{short(numel)}, stage {stage}" for numel in sizes for stage in sharded]
+    lines += ["| devices | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for ranks in (1, 4, 16, 64, 256, 1024):
+        cells = [states.paper_bytes(n, ranks, STAGES[stage], ADAM) / 1e9 for n in sizes for stage in sharded]
+        lines.append(f"| {ranks} | " + " | ".join(f"{cell:,.2f}".rstrip("0").rstrip(".") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def machines() -> str:
+    lines = [
+        "## Large models on the papers' machines",
+        "",
+        "One sample per device, activations checkpointed; bytes per device.",
+        "",
+    ]
+    lines += ["| | stage 1 | stage 2 | stage 3 | host | disk | recommended |", "|---|---|---|---|---|---|---|"]
+    for name, model, options in MACHINES:
+        plan = zerodp.plan(model, **options)
+        found = [amount(one.device_bytes) for stage, one in plan.estimates.items() if STAGES[stage].shards_optimizer]
+        tiers = plan.estimates[plan.recommended].tiers
+        verdict = (
+            f"stage {plan.recommended}"
+            if plan.fits
+            else "does not fit; "
+            + (
+                "would with " + " or ".join(plan.recommendation.remedies)
+                if plan.recommendation.remedies
+                else "no single way out"
+            )
+        )
+        away = [amount(tiers[tier]) if tiers[tier] else "" for tier in ("host", "disk")]
+        lines.append(f"| {name} | {' | '.join(found)} | {' | '.join(away)} | {verdict} |")
+    return "\n".join(lines)
+
+
+def bandwidths() -> str:
+    lines = [
+        "## Bandwidth that keeps a device busy",
+        "",
+        "ZeRO-Infinity's efficiency at 70 TFLOPS, without overlap, 1024 tokens.",
+        "",
+    ]
+    lines += ["| what moves | where | efficiency |", "|---|---|---|"]
+    for what, where, intensity, gigabytes in (
+        ("parameters and gradients", "1 sample, 70 GB/s", infinity.intensity_of_parameters(1, 1024), 70),
+        ("optimizer states", "2 samples, 1.5 TB/s", infinity.intensity_of_optimizer(2, 1024), 1500),
+        ("activation checkpoints", "width 2K, 2 GB/s", infinity.intensity_of_checkpoints(2048), 2),
+        ("activation checkpoints", "width 8K, 1 GB/s", infinity.intensity_of_checkpoints(8192), 1),
+    ):
+        lines.append(f"| {what} | {where} | {infinity.efficiency(intensity, gigabytes * 1e9):.1%} |")
+    return "\n".join(lines)
+
+
+def document() -> str:
+    return "\n\n".join([HEAD.rstrip(), figure_1(), table_1(), machines(), bandwidths()]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {TARGET.name} instead of printing it")
+    if parser.parse_args().write:
+        TARGET.write_text(document(), encoding="utf-8")
+    else:
+        print(document(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""`stage="auto"`: the ranks tell each other how much memory is free, and all choose the same stages from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..config import Config
+from ..core.comm import Comm
+from ..core.elementwise import num_moments
+from ..core.stages import STAGES
+from ..core.wrap import IGNORED, Plan
+from .models import Model, of_plans
+from .recommend import choose_stages
+from .setup import Setup
+
+LOG = logging.getLogger("zerodp")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of an accelerator, or of the host within the limits of this process's group."""
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[0])
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no limit is the word "max"
+        return free
+    return min(free, max(limit - used, 0))
+
+
+def room(model: nn.Module, device: torch.device, comm: Comm) -> int:
+    """Bytes that every rank can have for this model: the least of all ranks (a collective).
+
+    Ranks of one host share its memory; what the model itself takes on the device comes free.
+    """
+    mine = [socket.gethostname() if device.type == "cpu" else "", free_bytes(device)]
+    own = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == device.type)
+    said = comm.exchange_objects(mine, "the other ranks' free memory")
+    sharing = Counter(host for host, _ in said if host)
+    return int(min(free // sharing.get(host, 1) for host, free in said)) + own
+
+
+def choose(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plans: list[Plan],
+    config: Config,
+    device: torch.device,
+    comm: Comm,
+) -> list[Plan]:
+    """The same units with the stages to take; logged with the reason (a collective).
+
+    Raises:
+        ConfigError: not even the last stage fits, on every rank alike.
+    """
+    mesh = comm.mesh
+    setup = Setup(
+        mesh.data.size,
+        replicate=mesh.replicate.size,
+        device_memory=max(room(model, device, comm), 1),
+        precision=config.precision,
+        optimizer=0 if optimizer is None else num_moments(optimizer),
+        prefetch=config.prefetch,
+        unsharded_bytes=config.unsharded_bytes,
+        bucket_bytes=config.bucket_bytes,
+        exact=mesh.backend != "nccl" if config.exact is None else config.exact,
+    )
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    known = Model(type(model).__name__, of_plans(plans, config.precision), exact=True, buffer_bytes=buffers)
+    stages, reason = choose_stages(known, setup)
+    if mesh.world.rank == 0:
+        LOG.info("stage='auto': %s", reason)
+    return [
+        plan if plan.name == IGNORED else dataclasses.replace(plan, residency=STAGES[stages[plan.name]])
+        for plan in plans
+    ]

@@ -1,0 +1,1 @@
+"""The closed forms: pure functions on numbers, which also take symbols and so print themselves as JavaScript."""

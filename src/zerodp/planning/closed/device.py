@@ -1,0 +1,59 @@
+"""One device under one stage, all closed forms together, for a model of equal units: what the page computes.
+
+`estimate.py` applies the same forms to real units one by one; for equal units both give the same numbers.
+"""
+
+from __future__ import annotations
+
+from ...core.stages import Residency
+from . import activations, states, traffic
+from .symbols import Number, choose, least
+
+# What the formula asks for, in order; flags are 0 or 1.
+INPUTS = (
+    "numel", "largest", "root", "layers", "hidden", "heads", "vocabulary",
+    "ranks", "replicas", "tensor_parallel", "sequence_parallel",
+    "shards_optimizer", "shards_gradients", "shards_parameters",
+    "compute", "rest", "gradient", "moments", "policy_parameters", "policy_gradients", "policy_optimizer",
+    "batch", "sequence", "accumulate", "accumulates", "keeps_scores", "checkpoints", "partitions",
+    "optimizer_away", "parameters_away", "activations_away", "pages", "unsharded_bytes", "exact", "buffers",
+)  # fmt: skip
+
+
+def device(*values: Number) -> dict[str, Number]:
+    """Bytes by kind, and elements per step, from values in the order of `INPUTS`."""
+    p = dict(zip(INPUTS, values, strict=True))
+    residency = Residency(p["shards_optimizer"], p["shards_gradients"], p["shards_parameters"])
+    size = states.Sizes(p["compute"], p["rest"], p["gradient"], p["moments"])
+    numel, largest, root = (p[name] / p["tensor_parallel"] for name in ("numel", "largest", "root"))
+    ranks = choose(residency.shards_optimizer, p["ranks"], 1)
+    replicas = choose(residency.shards_optimizer, p["replicas"], p["ranks"] * p["replicas"])
+    part = numel / ranks
+    alone = choose(ranks - 1, 0, 1)
+    held = states.held(
+        residency, size, numel, part, part, alone, p["accumulates"], p["optimizer_away"], p["parameters_away"]
+    )
+    used = states.in_use(residency, size, largest, root, p["pages"], ranks, replicas, p["exact"], p["accumulates"])
+    kept = choose(residency.shards_parameters, p["unsharded_bytes"], 0)
+    gathered = choose(residency.shards_parameters, numel * size.compute, 0)
+    acts = activations.model_bytes(
+        p["sequence"], p["batch"], p["hidden"], p["heads"], p["vocabulary"], p["layers"], p["tensor_parallel"],
+        p["sequence_parallel"], p["keeps_scores"], p["checkpoints"], p["partitions"], p["compute"],
+    )  # fmt: skip
+    here = acts["kept"] * choose(p["activations_away"], least(2 / p["layers"], 1), 1)
+    per = states.BytesPolicy(p["policy_parameters"], p["policy_gradients"], p["policy_optimizer"])
+    sent = traffic.sent_elements(numel, ranks, replicas, residency, p["accumulate"])
+    return {
+        "model_states": states.paper_bytes(numel, p["ranks"], residency, per),
+        "parameters": held["parameters"],
+        "gradients": held["gradients"],
+        "optimizer": held["optimizer"],
+        "unsharded": least(used["unsharded"] + kept, gathered),
+        "buckets": used["buckets"],
+        "activations": here + acts["working"],
+        "buffers": p["buffers"],
+        "working": acts["working"],
+        "away": held["optimizer_away"] + held["parameters_away"] + choose(p["activations_away"], acts["kept"], 0),
+        "wire_elements": traffic.paper_elements(numel, residency),
+        "sent_elements": sent["all_gather"] + sent["reduce_scatter"] + sent["all_reduce"],
+    }

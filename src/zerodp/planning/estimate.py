@@ -1,0 +1,280 @@
+"""What one device holds and sends under a stage: the closed forms applied to a model and a setup."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..config import Config
+from ..core.layout import build
+from ..core.stages import STAGES, Residency
+from ..core.wrap import ROOT
+from .closed import activations, states, traffic
+from .models import FlatSpec, Model, UnitSpec
+from .setup import Setup
+
+STATES = ("parameters", "gradients", "optimizer")
+KINDS = (*STATES, "unsharded", "buckets", "activations", "buffers")
+Stage = int | Mapping[str, int]  # for all units, or by unit name
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One device under one stage, in bytes and elements of one step.
+
+    model_state_bytes: by the paper's formula; kinds: what this library holds at its peak, by kind; tiers: bytes per device
+    on host and disk; wire_elements: the paper's count; sent_elements, sent_bytes, operations: this library's, per rank;
+    host_link_bytes: to and from host or disk; flops: of compute; seconds: by part, where a bandwidth or rate is known.
+    """
+
+    stage: Stage
+    model_state_bytes: float
+    kinds: dict[str, float]
+    tiers: dict[str, float]
+    wire_elements: float
+    sent_elements: float
+    sent_bytes: float
+    operations: int
+    host_link_bytes: float
+    flops: float | None
+    seconds: dict[str, float]
+    problems: tuple[str, ...]  # what does not fit, in words; empty also where no memory is known
+
+    @property
+    def zerodp_state_bytes(self) -> float:
+        """Parameters, gradients and optimizer state on the device; padding included where the units are known."""
+        return sum(self.kinds[kind] for kind in STATES)
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A flat with its place: elements of its buffer, of this rank's part of it, and of parameters in that part."""
+
+    spec: FlatSpec
+    residency: Residency
+    ranks: int
+    replicas: int
+    whole: float
+    shard: float
+    owned: float
+    pieces: int
+
+
+def residency_of(unit: UnitSpec, stage: Stage) -> Residency:
+    return unit.residency or STAGES[stage if isinstance(stage, int) else stage[unit.name]]
+
+
+def place(model: Model, unit: UnitSpec, setup: Setup, stage: Stage, rank: int = 0) -> Iterator[Placed]:
+    """Where the unit's flats lie; padding and owners only where the units are those that `shard()` makes."""
+    residency = residency_of(unit, stage)
+    data_ranks = setup.shard_ranks * setup.replicate
+    ranks, replicas = (setup.shard_ranks, setup.replicate) if residency.shards_optimizer else (1, data_ranks)
+    bucket = Config(bucket_bytes=setup.bucket_bytes).bucket_bytes_on("gloo" if setup.exact else "nccl")
+    for flat in unit.flats:
+        if model.exact:
+            numels = [int(numel) for numel in flat.numels]
+            layout = build(numels, ranks, replicas, max(bucket // flat.compute, 1))
+            whole, shard = layout.padded_numel, layout.shard_numel
+            mine = layout.segments(rank % ranks)
+            yield Placed(flat, residency, ranks, replicas, whole, shard, sum(s.numel for s in mine), len(layout.pieces))
+        else:
+            numel = sum(flat.numels) / setup.tensor_parallel
+            pieces = math.ceil(numel * flat.compute / bucket)
+            yield Placed(flat, residency, ranks, replicas, numel, numel / ranks, numel / ranks, pieces)
+
+
+def sizes(flat: FlatSpec, setup: Setup) -> states.Sizes:
+    return states.Sizes(flat.compute, flat.rest, flat.gradient, setup.moments)
+
+
+def held_bytes(flats: list[Placed], setup: Setup) -> Counter[str]:
+    """What these flats hold, by kind, on the device and away from it."""
+    total: Counter[str] = Counter()
+    for flat in flats:
+        total.update(
+            states.held(
+                flat.residency,
+                sizes(flat.spec, setup),
+                flat.whole,
+                flat.shard,
+                flat.owned,
+                alone=flat.ranks == 1,
+                accumulates=setup.accumulate > 1,
+                optimizer_away=setup.offload_optimizer != "device",
+                parameters_away=setup.offload_params != "device",
+                trains=flat.spec.trains,
+            )
+        )
+    return total
+
+
+def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str, float]:
+    """The most that units in use need: gathered pages, and gradient buckets on their way."""
+    paged = [[f for f in flats if f.residency.shards_parameters] for flats in units.values()]
+    gathered = sum(f.whole * f.spec.compute for flats in paged for f in flats)
+    total = {"unsharded": 0.0, "buckets": 0.0}
+    for flats in units.values():
+        one = {"unsharded": 0.0, "buckets": 0.0}
+        for f in flats:
+            found = states.in_use(
+                f.residency,
+                sizes(f.spec, setup),
+                f.whole,
+                0,
+                1 + setup.prefetch,
+                f.ranks,
+                f.replicas,
+                setup.exact,
+                setup.accumulate > 1,
+            )
+            one["unsharded"] += found["unsharded"]
+            one["buckets"] += found["buckets"] if f.spec.trains else 0
+        total = {kind: max(total[kind], one[kind]) for kind in total}
+    root = sum(f.whole * f.spec.compute for f in units.get(ROOT, ()) if f.residency.shards_parameters)
+    total["unsharded"] = min(total["unsharded"] + root + setup.unsharded_bytes, gathered)
+    return total
+
+
+def activation_bytes(model: Model, setup: Setup) -> dict[str, float]:
+    """`here` on the device and `away` on another tier; nothing where the shape or the sequence is not known."""
+    shape, sequence = model.shape, setup.sequence or (model.shape.sequence if model.shape else None)
+    if shape is None or sequence is None:
+        return {"here": 0, "away": 0}
+    found = activations.model_bytes(
+        sequence,
+        setup.batch,
+        shape.hidden,
+        shape.heads,
+        shape.vocabulary,
+        shape.layers,
+        setup.tensor_parallel,
+        setup.sequence_parallel,
+        setup.checkpointing == "none",
+        setup.checkpointing == "full",
+        setup.tensor_parallel if setup.partition_activations else 1,
+        setup.dtypes.param_dtype.itemsize,
+    )
+    if setup.offload_activations == "device":
+        return {"here": found["kept"] + found["working"], "away": 0}
+    passing = found["kept"] * min(2 / shape.layers, 1)  # one goes while the next is made
+    return {"here": passing + found["working"], "away": found["kept"]}
+
+
+def sent(flats: list[Placed], setup: Setup) -> tuple[float, float, int]:
+    """(elements, bytes, operations) that one rank sends in a step."""
+    elements, nbytes, operations = 0.0, 0.0, 0
+    for flat in flats:
+        spec, residency = flat.spec, flat.residency
+        if not spec.trains and not residency.shards_parameters:
+            continue
+        by_op = traffic.sent_elements(flat.whole, flat.ranks, flat.replicas, residency, setup.accumulate)
+        if not spec.trains:
+            by_op = {"all_gather": by_op["all_gather"]}
+        elements += sum(by_op.values())
+        nbytes += sum(numel * element_bytes(op, flat, setup) for op, numel in by_op.items())
+        gathers_only = 0 if spec.trains else setup.accumulate * flat.pieces * (flat.ranks > 1)
+        operations += (
+            traffic.launches(
+                flat.pieces, flat.ranks > 1, spec.trains and flat.replicas > 1, residency, setup.accumulate
+            )
+            - gathers_only
+        )
+    return elements, nbytes, operations
+
+
+def element_bytes(op: str, flat: Placed, setup: Setup) -> float:
+    """Bytes per element on the wire. An all-reduce is a reduction, and a gather of the sums in the dtype that they rest in."""
+    spec, reduce_dtype = flat.spec, setup.dtypes.reduce_dtype
+    reduced = spec.compute if reduce_dtype is None else reduce_dtype.itemsize
+    if op != "all_reduce":
+        return spec.compute if op == "all_gather" else reduced
+    first = spec.gradient if flat.residency.shards_gradients else spec.compute
+    later = first if flat.residency.shards_gradients else max(first, states.ACCUMULATED_BYTES)
+    return (reduced + (first + later * (setup.accumulate - 1)) / setup.accumulate) / 2
+
+
+def host_link_bytes(flats: list[Placed], setup: Setup, checkpoints: float) -> float:
+    """Per device and step: gradients down and parameters up, pages for each gather, checkpoints there and back."""
+    total = 2 * checkpoints * setup.accumulate
+    for flat in flats:
+        if flat.spec.trains and setup.offload_optimizer != "device":
+            total += traffic.offload_bytes(flat.shard, flat.spec.compute)
+        if flat.residency.shards_parameters and setup.offload_params != "device":
+            total += 2 * setup.accumulate * flat.shard * flat.spec.compute
+    return total
+
+
+def estimate(model: Model, setup: Setup, stage: Stage, rank: int = 0) -> Estimate:
+    """One device's bytes and wire under a stage (or one per unit)."""
+    units = {unit.name: list(place(model, unit, setup, stage, rank)) for unit in model.units}
+    flats = [flat for placed in units.values() for flat in placed]
+    held, acts = held_bytes(flats, setup), activation_bytes(model, setup)
+    kinds = {kind: float(held[kind]) for kind in STATES}
+    kinds.update(transient_bytes(units, setup), activations=acts["here"], buffers=float(model.buffer_bytes))
+    tiers = dict.fromkeys(("host", "disk"), 0.0)
+    for tier, nbytes in (
+        (setup.offload_optimizer, held["optimizer_away"]),
+        (setup.offload_params, held["parameters_away"]),
+        (setup.offload_activations, acts["away"]),
+    ):
+        if tier in tiers:
+            tiers[tier] += nbytes
+    by_paper = {unit.name: residency_of(unit, stage) for unit in model.units}
+    numels = {unit.name: unit.numel / setup.tensor_parallel for unit in model.units}
+    elements, nbytes, operations = sent(flats, setup)
+    link = host_link_bytes(flats, setup, acts["away"])
+    flops = step_flops(model, setup)
+    rates = (
+        ("compute", flops, setup.device_flops),
+        ("wire", nbytes, setup.link_bandwidth),
+        ("host link", link, setup.host_bandwidth),
+    )
+    return Estimate(
+        stage,
+        sum(states.paper_bytes(numels[n], setup.shard_ranks, r, setup.policy) for n, r in by_paper.items()),
+        kinds,
+        tiers,
+        sum(traffic.paper_elements(numels[n], r) for n, r in by_paper.items()),
+        elements,
+        nbytes,
+        operations,
+        link,
+        flops,
+        {name: amount / rate for name, amount, rate in rates if amount is not None and rate},
+        tuple(problems(setup, sum(kinds.values()), tiers)),
+    )
+
+
+def step_flops(model: Model, setup: Setup) -> float | None:
+    """Of one device in a step: 2 per parameter and token forward, 4 backward, 2 more where everything is recomputed."""
+    sequence = setup.sequence or (model.shape.sequence if model.shape else None)
+    if sequence is None:
+        return None
+    per_token = 8 if setup.checkpointing == "full" else 6
+    return per_token * model.numel / setup.tensor_parallel * setup.batch * sequence * setup.accumulate
+
+
+def problems(setup: Setup, device_bytes: float, tiers: Mapping[str, float]) -> Iterator[str]:
+    for name, nbytes, room in (
+        ("device", device_bytes, setup.usable_bytes),
+        ("host", tiers["host"], setup.host_memory),
+        ("disk", tiers["disk"], setup.disk_memory),
+    ):
+        if room is not None and nbytes > room:
+            yield f"{name}: {amount(nbytes)} needed, {amount(room)} there"
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in words, by thousands: 1.88 GB, 31.4 GB, 120 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 1000 or unit == "TB":
+            break
+        nbytes /= 1000
+    digits = 0 if abs(nbytes) >= 100 or unit == "B" else 1 if abs(nbytes) >= 10 else 2
+    return f"{nbytes:,.{digits}f} {unit}"

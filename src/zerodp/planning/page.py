@@ -1,0 +1,80 @@
+"""A plan as one HTML file: the closed forms as JavaScript, so that its sliders compute what Python computes. No network."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from ..core.stages import STAGES
+from ..core.wrap import ROOT
+from .closed.device import INPUTS, device
+from .closed.symbols import javascript
+from .estimate import KINDS
+from .models import Model
+from .plan import Plan
+from .setup import Setup
+
+
+def formulas() -> str:
+    """The function `device(p)` in JavaScript, and the table of stages."""
+    stages = {stage: {name: int(flag) for name, flag in vars(row).items()} for stage, row in STAGES.items()}
+    return f"{javascript('device', device, INPUTS)}\nconst STAGES = {json.dumps(stages)};\nconst KINDS = {json.dumps(KINDS)};\n"
+
+
+def inputs(model: Model, setup: Setup) -> dict[str, Any]:
+    """What `device` asks for, without the stage's flags; a model without a shape or sequence has no activations."""
+    shape, flats = model.shape, [flat for unit in model.units for flat in unit.flats if flat.trains]
+    sequence = setup.sequence or (shape.sequence if shape else None) or 0
+    typical = max(flats, key=lambda flat: sum(flat.numels)) if flats else model.units[0].flats[0]
+    return {
+        "numel": model.numel,
+        "largest": max(unit.numel for unit in model.units),
+        "root": sum(unit.numel for unit in model.units if unit.name == ROOT),
+        "layers": shape.layers if shape else 1,
+        "hidden": shape.hidden if shape else 1,
+        "heads": shape.heads if shape else 1,
+        "vocabulary": shape.vocabulary if shape else 0,
+        "ranks": setup.shard_ranks,
+        "replicas": setup.replicate,
+        "tensor_parallel": setup.tensor_parallel,
+        "sequence_parallel": int(setup.sequence_parallel),
+        "compute": typical.compute,
+        "rest": typical.rest,
+        "gradient": typical.gradient,
+        "moments": setup.moments,
+        "policy_parameters": setup.policy.parameters,
+        "policy_gradients": setup.policy.gradients,
+        "policy_optimizer": setup.policy.optimizer,
+        "batch": setup.batch,
+        "sequence": sequence if shape else 0,
+        "accumulate": setup.accumulate,
+        "accumulates": int(setup.accumulate > 1),
+        "keeps_scores": int(setup.checkpointing == "none"),
+        "checkpoints": int(setup.checkpointing == "full"),
+        "partitions": setup.tensor_parallel if setup.partition_activations else 1,
+        "optimizer_away": int(setup.offload_optimizer != "device"),
+        "parameters_away": int(setup.offload_params != "device"),
+        "activations_away": int(setup.offload_activations != "device"),
+        "pages": 1 + setup.prefetch,
+        "unsharded_bytes": setup.unsharded_bytes,
+        "exact": int(setup.exact),
+        "buffers": model.buffer_bytes,
+    }
+
+
+def html(plan: Plan) -> str:
+    """The whole page."""
+    facts = {
+        "name": plan.model.name,
+        "chosen": plan.chosen,
+        "usable": plan.setup.usable_bytes,
+        "units": [unit.name for unit in plan.model.units],
+        "reason": plan.reason,
+        "assumptions": list(plan.assumptions),
+    }
+    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    text = template.replace("/* FORMULAS */", formulas())
+    for mark, value in (("/* INPUTS */", inputs(plan.model, plan.setup)), ("/* FACTS */", facts)):
+        text = text.replace(mark, json.dumps(value).replace("<", "\\u003c"))
+    return text

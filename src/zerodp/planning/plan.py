@@ -1,0 +1,193 @@
+"""`zerodp.plan`: what each stage would hold and send, which to take, and what would fit."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..config import Config
+from ..core.stages import STAGES
+from ..core.wrap import check_model
+from ..errors import ConfigError
+from .estimate import KINDS, Estimate, amount, estimate
+from .huggingface import of_config
+from .models import Model, Shape, of_count, of_module, of_shape
+from .recommend import Recommendation, most_that_fit, recommend
+from .setup import Setup
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`plan` found; print it for a table, `as_json()` for the same as plain values.
+
+    estimates: by stage, bytes and elements of one device and step; chosen: the stage asked for, or the recommended one;
+    largest: per stage the most "parameters", "batch" and "sequence" that fit, where the memory is known.
+    """
+
+    model: Model
+    setup: Setup
+    estimates: dict[int, Estimate]
+    recommendation: Recommendation
+    chosen: int
+    largest: dict[int, dict[str, int]]
+
+    @property
+    def recommended(self) -> int:
+        return self.recommendation.stage
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether any stage fits; None where no memory is known."""
+        return self.recommendation.fits
+
+    @property
+    def reason(self) -> str:
+        return self.recommendation.reason
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the figures rest on, in words."""
+        setup = self.setup
+        sequence = setup.sequence or (self.model.shape.sequence if self.model.shape else None)
+        return (
+            f"{setup.policy} ({setup.optimizer}), for the paper's figures",
+            f"{setup.shard_ranks} ranks share the states"
+            + (f", {setup.replicate} replicas" if setup.replicate > 1 else "")
+            + (f", {setup.tensor_parallel} tensor parallel ranks" if setup.tensor_parallel > 1 else ""),
+            f"activations for {setup.batch} x {sequence} tokens per device, checkpointing {setup.checkpointing}"
+            if self.model.shape is not None and sequence
+            else "activations are not counted: no shape or sequence is known",
+            *self.model.assumptions,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: `stages` maps "0".."3" to their figures, `recommended` is a stage."""
+        return {
+            "model": self.model.name,
+            "parameters": round(self.model.numel),
+            "world_size": self.setup.world_size,
+            "bytes_per_parameter": self.setup.policy.total,
+            "stages": {str(stage): self._stage(one) for stage, one in self.estimates.items()},
+            "recommended": self.recommended,
+            "chosen": self.chosen,
+            "fits": self.fits,
+            "reason": self.reason,
+            "remedies": list(self.recommendation.remedies),
+            "assumptions": list(self.assumptions),
+        }
+
+    def _stage(self, one: Estimate) -> dict[str, Any]:
+        assert isinstance(one.stage, int)
+        return {
+            "model_state_bytes": round(one.model_state_bytes),
+            "zerodp_state_bytes": round(one.zerodp_state_bytes),
+            "device_bytes": round(one.device_bytes),
+            "kinds": {kind: round(nbytes) for kind, nbytes in one.kinds.items()},
+            "host_bytes": round(one.tiers["host"]),
+            "disk_bytes": round(one.tiers["disk"]),
+            "wire_elements": round(one.wire_elements),
+            "sent_elements": round(one.sent_elements),
+            "sent_bytes": round(one.sent_bytes),
+            "operations": one.operations,
+            "host_link_bytes": round(one.host_link_bytes),
+            "flops": None if one.flops is None else round(one.flops),
+            "seconds": one.seconds,
+            "fits": None if self.setup.usable_bytes is None else not one.problems,
+            "problems": list(one.problems),
+            "largest": self.largest[one.stage],
+        }
+
+    def __str__(self) -> str:
+        kinds = [kind for kind in KINDS if any(one.kinds[kind] for one in self.estimates.values())]
+        rows = [["stage", *map(str, self.estimates)]]
+        rows.append(["by the paper", *(amount(one.model_state_bytes) for one in self.estimates.values())])
+        rows += [[kind, *(amount(one.kinds[kind]) for one in self.estimates.values())] for kind in kinds]
+        rows.append(["device", *(amount(one.device_bytes) for one in self.estimates.values())])
+        rows.append(["sent per step", *(amount(one.sent_bytes) for one in self.estimates.values())])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([f"{self.model.name} on {self.setup.world_size} devices", *lines, self.reason])
+
+
+def plan(
+    model_or_parameter_count: nn.Module | Shape | float | str | os.PathLike[str],
+    *,
+    world_size: int,
+    device_memory: int | str | None = None,
+    optimizer: str = "adam",
+    precision: Any = "bf16",
+    stage: int | None = None,
+    units: Any = None,
+    ignore: Any = (),
+    **options: Any,
+) -> Plan:
+    """What each ZeRO stage would hold on a device and send in a step, from closed forms; nothing is run.
+
+    Args:
+        model_or_parameter_count: a module (on any device, also meta), a count of parameters, a `planning.models.Shape`, or
+            the path of a Hugging Face `config.json` or its folder.
+        world_size: devices in all.
+        device_memory: bytes of each device, or text such as "80GB"; None: unknown.
+        optimizer: "adam", "adamw", "nadam", "radam", "lion", "momentum", "rmsprop", "adagrad" or "sgd".
+        precision: as in :func:`zerodp.shard`.
+        stage: the stage asked for; None takes the recommended one.
+        units, ignore: as in :func:`zerodp.shard`, for a module.
+        options: further fields of `planning.setup.Setup`, such as `batch`, `sequence`, `tensor_parallel`, `checkpointing`.
+
+    Raises:
+        ConfigError: a setting out of its range, or a model that cannot be planned for.
+    """
+    setup = Setup.of(
+        {
+            "world_size": world_size,
+            "device_memory": device_memory,
+            "optimizer": optimizer,
+            "precision": precision,
+            **options,
+        }
+    )
+    if stage is not None:
+        stage = _number(Config(stage=stage).stage)
+    model = model_of(model_or_parameter_count, setup, units, ignore)
+    check_tensor_parallel(model, setup)
+    estimates = {number: estimate(model, setup, number) for number in STAGES}
+    found = recommend(model, setup, estimates)
+    largest = {number: most_that_fit(model, setup, number) for number in STAGES}
+    return Plan(model, setup, estimates, found, found.stage if stage is None else stage, largest)
+
+
+def _number(stage: Any) -> int:
+    if not isinstance(stage, int):
+        raise ConfigError(f"stage: expected one of {sorted(STAGES)}, got {stage!r}")
+    return stage
+
+
+def model_of(given: Any, setup: Setup, units: Any = None, ignore: Any = ()) -> Model:
+    """The planner's form of whatever it was given."""
+    if isinstance(given, nn.Module):
+        check_model(given)
+        return of_module(given, Config(precision=setup.precision, units=units, ignore=ignore))
+    if isinstance(given, Shape):
+        return of_shape(given, setup.dtypes)
+    if isinstance(given, str | os.PathLike):
+        return of_config(given, setup.dtypes)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 1 <= given < float("inf"):
+        raise ConfigError(
+            f"plan: expected a torch.nn.Module, a count of parameters, a shape or the path of a config.json, got {given!r}"
+        )
+    return of_count(given, setup.dtypes, setup.sequence)
+
+
+def check_tensor_parallel(model: Model, setup: Setup) -> None:
+    t, shape = setup.tensor_parallel, model.shape
+    if t == 1:
+        return
+    if model.exact:
+        raise ConfigError(
+            "tensor_parallel: the parts of a module cannot be told from the whole; give a count or a shape"
+        )
+    if shape is not None and not model.assumptions and (shape.heads % t or shape.hidden % t):
+        raise ConfigError(f"tensor_parallel: {t} ranks do not divide {shape.heads} heads and a width of {shape.hidden}")

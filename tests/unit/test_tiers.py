@@ -1,0 +1,209 @@
+"""The tiers: what is put comes back, bytes are counted, space is used again, and a disk's failures are named."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerodp
+from zerodp.core.arena import Arena
+from zerodp.residual.replicated import fingerprint
+from zerodp.tiers import Tier
+from zerodp.tiers.device import DeviceTier
+from zerodp.tiers.disk import ALIGN, DiskTier, File
+from zerodp.tiers.host import HostTier
+
+CPU = torch.device("cpu")
+TIERS: dict[str, Callable[[Path], Tier]] = {
+    "device": lambda folder: DeviceTier(Arena(CPU)),
+    "host": lambda folder: HostTier(CPU),
+    "disk": lambda folder: DiskTier(str(folder), CPU),
+    "disk after some room": lambda folder: DiskTier(str(folder), CPU, host_bytes=3000),
+}
+places = pytest.mark.parametrize("place", TIERS)
+
+
+def there(tier: Tier) -> int:
+    """Bytes of the test's kind, wherever they rest."""
+    return sum(ledger.now.get("activations", 0) for ledger in tier.ledgers())
+
+
+def back(tier: Tier, ticket: Any, like: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(like)
+    tier.fetch(ticket, out).wait()
+    return out
+
+
+@places
+def test_what_is_put_comes_back(place: str, tmp_path: Path) -> None:
+    tier = TIERS[place](tmp_path)
+    tensors = [torch.randn(300), torch.arange(77), torch.rand(900) > 0.5, torch.randn(1).bfloat16(), torch.empty(0)]
+    tickets = [tier.put(tensor, "activations") for tensor in tensors * 3]
+    for ticket, tensor in reversed(list(zip(tickets, tensors * 3, strict=True))):
+        assert torch.equal(back(tier, ticket, tensor), tensor)
+    for ticket in tickets:
+        tier.free(ticket)
+    assert there(tier) == 0
+    tier.close()
+
+
+@places
+def test_the_tensor_may_change_after_put(place: str, tmp_path: Path) -> None:
+    tier = TIERS[place](tmp_path)
+    tensor = torch.ones(2000)
+    ticket = tier.put(tensor, "activations")
+    tensor.zero_()
+    assert bool((back(tier, ticket, tensor) == 1).all())
+    tier.close()
+
+
+@places
+def test_new_values_in_the_same_place(place: str, tmp_path: Path) -> None:
+    tier = TIERS[place](tmp_path)
+    tickets = [tier.put(torch.full((500,), float(i)), "activations") for i in range(6)]
+    for round_ in range(3):
+        before = there(tier)
+        for i, ticket in enumerate(tickets):
+            tier.write_back(ticket, torch.full((500,), 10.0 * round_ + i))
+        for i, ticket in enumerate(tickets):
+            assert bool((back(tier, ticket, torch.empty(500)) == 10.0 * round_ + i).all())
+        assert there(tier) <= max(before, 6 * ALIGN + 4 * 2000)
+    tier.close()
+
+
+@places
+def test_random_use(place: str, tmp_path: Path) -> None:
+    """Tickets of all sizes that live for all times; none ever shows another's values."""
+    tier, draw = TIERS[place](tmp_path), random.Random(1)
+    alive: list[tuple[Any, torch.Tensor]] = []
+    for number in range(400):
+        if alive and draw.random() < 0.5:
+            ticket, tensor = alive.pop(draw.randrange(len(alive)))
+            assert torch.equal(back(tier, ticket, tensor), tensor)
+            tier.free(ticket)
+        else:
+            tensor = torch.full((draw.randrange(1, 4000),), float(number))
+            alive.append((tier.put(tensor, "activations"), tensor))
+    for ticket, _ in alive:
+        tier.free(ticket)
+    assert there(tier) == 0
+    if isinstance(tier, DiskTier):
+        assert tier.file.holes == [(0, tier.file.end)]  # all free, and one piece again
+    tier.close()
+
+
+def test_room_in_host_memory_is_for_the_newest(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path), CPU, host_bytes=3 * 4096)
+    tickets = [tier.put(torch.full((1024,), float(i)), "activations") for i in range(5)]
+    assert [ticket.offset >= 0 for ticket in tickets] == [True, True, False, False, False]
+    disk, host = tier.ledgers()
+    assert (disk.place, disk.now["activations"]) == ("disk", 2 * 4096)
+    assert host.now["activations"] >= 3 * 4096
+    tier.close()
+
+
+def test_no_file_is_left(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path), CPU)
+    tier.put(torch.ones(9999), "activations")
+    assert os.listdir(tmp_path) == []  # not even while it is used
+    handle = tier.file.handle
+    assert os.fstat(handle).st_size >= 9999 * 4
+    del tier
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handle)
+
+
+def test_extents_are_aligned_and_used_again(tmp_path: Path) -> None:
+    file = File(str(tmp_path))
+    a, b, c = (file.reserve(size * ALIGN) for size in (1, 2, 1))
+    assert (a, b, c, file.end) == (0, ALIGN, 3 * ALIGN, 4 * ALIGN)
+    file.release(b, 2 * ALIGN)
+    assert file.reserve(ALIGN) == ALIGN
+    file.release(c, ALIGN)
+    assert file.reserve(5 * ALIGN) == 2 * ALIGN  # the free end grows by what it lacks
+    assert file.end == 7 * ALIGN
+    os.close(file.handle)
+
+
+@contextlib.contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path), CPU)
+    first = tier.put(torch.ones(1024), "activations")
+    with largest_file(2 * 4096):
+        second = tier.put(torch.full((1024,), 2.0), "activations")
+        before = there(tier)
+        with pytest.raises(zerodp.StorageError) as caught:
+            tier.put(torch.full((1024,), 3.0), "activations")
+        assert isinstance(caught.value, OSError)
+        text = re.compile(
+            r"offload: 4,096 bytes more could not be written in '.*zerodp-.*', which has 8,192 .* has [\d,]+ bytes free"
+        )
+        assert text.search(str(caught.value))
+    assert there(tier) <= before
+    for ticket, value in ((first, 1.0), (second, 2.0)):
+        assert bool((back(tier, ticket, torch.empty(1024)) == value).all())
+    tier.free(first)
+    again = tier.put(torch.full((1024,), 4.0), "activations")
+    assert bool((back(tier, again, torch.empty(1024)) == 4).all())
+    tier.close()
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path), CPU)
+    ticket = tier.put(torch.ones(1024), "activations")
+    while ticket.slot is not None:
+        tier._settle()
+    os.ftruncate(tier.file.handle, 100)
+    with pytest.raises(zerodp.StorageError, match=r"3,996 bytes more could not be read in .* \(it ends before\)"):
+        back(tier, ticket, torch.empty(1024))
+    tier.close()
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    with pytest.raises(zerodp.StorageError, match=r"no file can be made in .*Offload\(path=\.\.\.\)"):
+        DiskTier(str(tmp_path / "nowhere"), CPU)
+
+
+# ---- fingerprints
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex128]
+)
+def test_fingerprints_depend_on_every_bit_and_place(dtype: torch.dtype) -> None:
+    values = torch.arange(1, 3001).to(dtype)
+    seen = {int(fingerprint(values.clone()))}
+    assert seen == {int(fingerprint(values))}
+    others = [values.flip(0), values.roll(1), values[:-1].clone(), torch.zeros(3000, dtype=dtype)]
+    for place in (0, 1, 2999):
+        for bit in range(0, 8 * dtype.itemsize, 5):
+            changed = values.clone()
+            changed.view(torch.uint8)[place * dtype.itemsize + bit // 8] ^= 1 << bit % 8
+            others.append(changed)
+    for other in others:
+        seen.add(int(fingerprint(other)))
+    assert len(seen) >= len(others) - (2 if dtype == torch.bool else 0)
+
+
+def test_fingerprints_of_opposite_signs_differ() -> None:
+    """They differ in the highest bit of each word only, which a plain sum of products could lose."""
+    values = torch.randn(2, 4096).sign()
+    assert len({int(fingerprint(row)) for row in [*values, *-values]}) == 4
