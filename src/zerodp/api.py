@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .checkpoint.weights import Weights
 from .config import AUTO, Config
@@ -16,6 +17,7 @@ from .core.arena import Arena
 from .core.comm import Comm
 from .core.control import Kind, share_verdict
 from .core.elementwise import check_elementwise
+from .core.local import local_of
 from .core.module import ShardedModule
 from .core.optimizer import Engine, ShardedOptimizer
 from .core.precision import LossScaler, by_dtypes
@@ -49,12 +51,13 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
         settings = Config.of(config, options)
     except ConfigError as error:
         settings, problem = Config(mesh=options.get("mesh", getattr(config, "mesh", None))), error
-    mesh, wrong_mesh = meshes.resolve(settings.mesh, settings.device)
+    tensor_mesh = wrap.tensor_mesh(model) if isinstance(model, nn.Module) else None
+    mesh, wrong_mesh = meshes.resolve(settings.mesh, settings.device, tensor_mesh)
     problem, facts = problem or wrong_mesh, []
     if problem is None:
         try:
             plans = _check(model, optimizer, settings)
-            source = _source(model, plans, settings, mesh.world.rank == 0)
+            source = _source(model, plans, settings, mesh.data.rank == 0)
             facts = _facts(settings, plans, optimizer)
         except ZeroError as error:
             problem = error
@@ -91,6 +94,12 @@ def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
 
 def _source(model: nn.Module, plans: list[wrap.Plan], config: Config, gives: bool) -> Source:
     """Where values come from; what has none and gets none is found here."""
+    meta = [name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.is_meta]
+    if meta:
+        raise ConfigError(
+            f"parameter {meta[0]!r} is a DTensor on the meta device, whose parts nothing here can initialise; build the model with values before "
+            "parallelize_module"
+        )
     if config.weights is not None:
         return Weights(config.weights, model, plans, gives)
     return Initialised(model, plans, gives)
@@ -136,7 +145,7 @@ def _facts(config: Config, plans: list[wrap.Plan], optimizer: Any) -> list[str]:
     ]
     for plan in plans:
         facts += [
-            f"unit {plan.name!r}: {name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}"
+            f"unit {plan.name!r}: {name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}{_placements(p)}"
             for name, p, _ in plan.parameters
         ]
     if optimizer is not None:
@@ -144,6 +153,10 @@ def _facts(config: Config, plans: list[wrap.Plan], optimizer: Any) -> list[str]:
         for number, group in enumerate(optimizer.param_groups):
             facts.append(f"{type(optimizer).__name__} group {number}: {[names[id(p)] for p in group['params']]}")
     return facts
+
+
+def _placements(parameter: nn.Parameter) -> str:
+    return f" {parameter.placements}" if isinstance(parameter, DTensor) else ""
 
 
 def _compare(everyone: list[list[str]]) -> None:
@@ -194,8 +207,7 @@ def _unit(index: int, plan: wrap.Plan, config: Config, comm: Comm) -> Unit:
     """One flat per (dtypes, trainable)."""
     kinds = by_dtypes(plan.parameters, config.precision)
     max_bytes = config.bucket_bytes_on(comm.mesh.backend)
-    place = comm.mesh.place(plan.residency.shards_optimizer)
-    flats = [Flat(named, dtypes, plan.residency, place, max_bytes) for (dtypes, _), named in kinds.items()]
+    flats = [Flat(named, dtypes, plan.residency, comm.mesh, max_bytes) for (dtypes, _), named in kinds.items()]
     return Unit(plan.name, index, plan.module, flats)
 
 
@@ -215,10 +227,9 @@ def _buffers(model: nn.Module, config: Config, source: Source, runtime: Runtime)
             if buffer is None:
                 continue
             buffer = source.buffer(buffer).to(runtime.arena.device)
-            if buffer.numel():
-                sent = buffer.contiguous()
-                runtime.comm.broadcast(sent, "(buffers)")
-                buffer.copy_(sent)
+            sent = local_of(buffer).contiguous()
+            runtime.comm.broadcast(sent, "(buffers)", runtime.comm.mesh.world)
+            local_of(buffer).copy_(sent)
             if wanted is not None and buffer.is_floating_point() and buffer.dtype != wanted:
                 runtime.buffers.append((holder, key, buffer.dtype))
                 buffer = buffer.to(wanted)
@@ -312,4 +323,7 @@ def _give_optimizer_back(optimizer: Any, state: dict[str, Any]) -> None:
             group["param_names"] = [flat.names[index] for flat, index in members]
         for flat, index in members:
             if flat.names[index] in state["state"]:
-                optimizer.state[flat.parameters[index]] = state["state"][flat.names[index]]
+                full = state["state"][flat.names[index]]
+                optimizer.state[flat.parameters[index]] = optimizer_state.to_plain(
+                    full, flat.locals[index], engine.runtime.comm
+                )

@@ -123,6 +123,7 @@ def describe(model: nn.Module) -> str:
     mesh = runtime.comm.mesh
     lines = [
         f"{type(model).__name__} on rank {mesh.world.rank} of {mesh.world.size} ({mesh.device_type}, {mesh.backend})"
+        + (f", {mesh.data.size} data-parallel x {mesh.tensor.size} tensor-parallel" if mesh.tensor.size > 1 else "")
     ]
     width = max(len(unit.name) for unit in runtime.units)
     for unit in runtime.units:
@@ -130,6 +131,8 @@ def describe(model: nn.Module) -> str:
             numel = flat.layout.numel
             where = "sharded" if flat.pages or flat.full is None else "whole"
             split = f"1/{flat.group.size}" + (f" x {flat.replicas.size} replicas" if flat.replicas.size > 1 else "")
+            parts = sum(one.split for one in flat.locals)
+            tensor = f", {parts} of them tensor-parallel parts" if parts else ""
             rest = f", {_name(flat.shard_dtype)} shard" if flat.shard_dtype != flat.param_dtype else ""
             grads = (
                 ("gradients " + ("sharded" if flat.residency.shards_gradients else "whole"))
@@ -138,7 +141,7 @@ def describe(model: nn.Module) -> str:
             )
             lines.append(
                 f"  {unit.name:{width}}  {len(flat.parameters):4} parameters {numel:>14,} elements  {_name(flat.param_dtype)} "
-                f"{where}{rest}, optimizer {split}, {grads}"
+                f"{where}{rest}, optimizer {split}, {grads}{tensor}"
             )
     memory = Stats(runtime).memory
     lines += [f"  {kind:14} {memory.now[kind]:>16,} bytes now {memory.peak[kind]:>16,} peak" for kind in memory.now]

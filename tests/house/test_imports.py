@@ -12,10 +12,10 @@ from tests.house.source import Module, modules
 
 # From the ground up. A module imports only from its own layer (without cycles) and from those below it.
 LAYERS = [
-    ("errors", "version", "core", "core.layout", "core.stages"),
+    ("errors", "version", "core", "core.layout", "core.stages", "core.bits"),
     ("config",),
     ("core.mesh", "core.comm", "core.watch", "core.arena", "tiers", "tiers.*"),
-    ("core.parameter", "core.norms", "core.schedule", "core.elementwise", "core.unit", "core.wrap"),
+    ("core.local", "core.parameter", "core.norms", "core.schedule", "core.elementwise", "core.unit", "core.wrap"),
     ("core.cache", "core.control", "core.lending", "core.reducer", "core.pager", "core.precision"),
     ("core.runtime",),
     ("core.access", "core.optimizer", "core.optimizer_state", "core.module"),

@@ -24,18 +24,24 @@ class Box:
     stop: int
 
 
-def boxes(shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> list[Box]:
+def boxes(
+    shape: Sequence[int], strides: Sequence[int], start: int, stop: int, origin: Sequence[int] | None = None
+) -> list[Box]:
     """Elements [start, stop) in memory order of a dense tensor as the fewest boxes that are each one run of memory.
+
+    origin: where the tensor, if it is a block of a larger one, begins there; the boxes are that one's.
 
     Those are at most 2 * dims - 1: of a matrix the rest of a row, whole rows, and part of a row. An empty tensor is one empty box.
     """
     dims = memory_order(shape, strides)
+    origin = origin or (0,) * len(shape)
     if math.prod(shape) == 0:
-        return [Box((0,) * len(shape), tuple(shape), 0, 0)]
+        return [Box(tuple(origin), tuple(shape), 0, 0)]
     found, at = [], start
     for offsets, sizes in _split(tuple(shape[d] for d in dims), start, stop):
         numel = math.prod(sizes)
-        found.append(Box(_back(dims, offsets), _back(dims, sizes), at, at + numel))
+        placed = tuple(a + b for a, b in zip(origin, _back(dims, offsets), strict=True))
+        found.append(Box(placed, _back(dims, sizes), at, at + numel))
         at += numel
     return found
 

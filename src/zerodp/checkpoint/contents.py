@@ -106,15 +106,14 @@ def _cause(error: Exception) -> str:
 
 
 def _shares(parameter: Parameter, dtype: torch.dtype, segments: list[tuple[Segment, Tensor]]) -> SegmentTensor:
-    """What this replica writes of the segments that all replicas hold."""
-    flat, written = parameter.flat, []
-    for segment, values in segments:
+    """What this replica writes of the segments that all replicas hold; of what tensor-parallel ranks have alike, the first writes all."""
+    flat, local, written = parameter.flat, parameter.local, []
+    for segment, values in segments if local.first else ():
         low, high = _share(flat, segment)
-        if low < high or (segment.numel == 0 and flat.replicas.rank == 0):
+        if low < high or (local.shape.numel() == 0 and local.size.numel() == 0 and flat.replicas.rank == 0):
             written.append((segment.start + low, values[low:high]))
-    return SegmentTensor(
-        parameter.shape, parameter.strides, dtype, written, parameter.flat.original_dtypes[parameter.index]
-    )
+    original = flat.original_dtypes[parameter.index]
+    return SegmentTensor(local.shape, local.strides, dtype, written, original, sizes=local.size, origin=local.origin)
 
 
 def _share(flat: Flat, segment: Segment) -> tuple[int, int]:
@@ -137,7 +136,7 @@ def _optimizer_states(
             for key, value in optimizer.state.get(one, {}).items():
                 if is_elementwise(value, one):
                     elementwise.setdefault(key, []).append((one.segment, value))
-                elif one.segment.start == 0 and flat.replicas.rank == 0:
+                elif one.segment.start == 0 and flat.replicas.rank == 0 and parameter.local.begins:
                     _add(contents, ("optimizer", "state", parameter.name, key), value)
         for key, segments in elementwise.items():
             dtype = segments[0][1].dtype

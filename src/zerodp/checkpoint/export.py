@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import bytes_of
-from ..core.access import original_buffers, runtime_of, whole_values
+from ..core.access import full_values, original_buffers, runtime_of
 from ..core.control import Kind
 from ..core.runtime import Runtime
 from ..errors import CheckpointError, ConfigError, ZeroError
@@ -136,7 +136,7 @@ def _gathered(runtime: Runtime, own: inventory.Inventory) -> Iterator[tuple[str,
     """Whole parameters, one flat buffer at a time (a collective), then the buffers."""
     keys = {(p.flat, p.index): p.keys[0] for p in own.parameters}
     for flat in runtime.flats():
-        for index, value in enumerate(whole_values(runtime, flat)):
+        for index, value in enumerate(full_values(runtime, flat)):
             if (flat, index) in keys:
                 yield keys[flat, index], value
     with original_buffers(runtime):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..core.access import original_buffers
 from ..core.layout import Segment
+from ..core.local import Local, local_of
 from ..core.optimizer import ShardedOptimizer
 from ..core.runtime import Runtime
 from ..core.unit import Flat
@@ -34,12 +35,13 @@ class Parameter:
         return self.flat.names[self.index]
 
     @property
-    def shape(self) -> torch.Size:
-        return self.flat.shapes[self.index][0]
+    def local(self) -> Local:
+        """The part that this rank's segments are of."""
+        return self.flat.locals[self.index]
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        return self.flat.shapes[self.index][1]
+    def shape(self) -> torch.Size:
+        return self.local.shape
 
     def segments(self) -> list[tuple[Segment, Tensor]]:
         """This rank's, each with the part of the shard that holds it."""
@@ -69,7 +71,7 @@ def take(runtime: Runtime) -> Inventory:
         if isinstance(value, nn.Parameter) and hasattr(value, "_zerodp"):
             keys[id(value)].append(key)
         elif isinstance(value, Tensor) and value.layout == torch.strided:
-            buffers[key] = value
+            buffers[key] = local_of(value)
         else:
             extra_states[key] = value
     parameters = [

@@ -103,9 +103,10 @@ def _read(runtime: Runtime, optimizer: ShardedOptimizer | None, path: Place) -> 
 def _segment(source: Source, key: str, parameter: Parameter, start: int, stop: int) -> Tensor:
     """Elements [start, stop) in memory order, in the dtype they are stored in."""
     values = torch.empty(stop - start, dtype=source.tensors[key].dtype, device="cpu")
-    for box in boxes(parameter.shape, parameter.strides, start, stop) if stop > start else ():
+    local = parameter.local
+    for box in boxes(local.size, local.strides, start, stop, local.origin) if stop > start else ():
         run = values[box.start - start : box.stop - start]
-        source.fill(key, view(run, box, parameter.shape, parameter.strides), box.offsets)
+        source.fill(key, view(run, box, local.size, local.strides), box.offsets)
     return values
 
 

@@ -259,7 +259,7 @@ def _facts(runtime: Runtime) -> dict[str, Any]:
     mesh, residencies = runtime.comm.mesh, {flat.residency for flat in runtime.flats()}
     return {
         "world_size": mesh.world.size,
-        "mesh": {"replicate": mesh.replicate.size, "shard": mesh.shard.size},
+        "mesh": {"replicate": mesh.replicate.size, "shard": mesh.shard.size, "tensor": mesh.tensor.size},
         "stages": [number for number, residency in STAGES.items() if residency in residencies],
         "torch": torch.__version__,
         "zerodp": VERSION,

@@ -14,7 +14,9 @@ from .boxes import Box, boxes, contiguous_strides, view
 
 
 class SegmentTensor:
-    """A dense tensor of `shape` and `strides`, and this rank's `segments` of it: (start, values [numel]) in memory order.
+    """A tensor of `shape`, and this rank's `segments` of it: (start, values [numel]) in memory order.
+
+    They are segments of a dense block of it that begins at `origin` and has `sizes` and `strides`; by default it is all of it.
 
     It answers DCP's protocol (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`), so it may stand in a state dict
     for `dcp.save`, and for `dcp.load`, which then fills the segments in place.
@@ -28,8 +30,11 @@ class SegmentTensor:
         segments: Sequence[tuple[int, Tensor]],
         original: torch.dtype | None = None,
         sharded: bool = True,
+        sizes: Sequence[int] | None = None,
+        origin: Sequence[int] | None = None,
     ) -> None:
         self.shape, self.strides, self.dtype = torch.Size(shape), tuple(strides), dtype
+        self.sizes, self.origin = tuple(shape if sizes is None else sizes), origin
         self.segments = list(segments)
         self.original = original or dtype  # what an export is written in
         self.sharded = sharded  # changes in steps only, when the optimizer asks first
@@ -46,13 +51,15 @@ class SegmentTensor:
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """Each box of this rank, and the view of its segment that has the values."""
         for start, values in self.segments:
-            for box in boxes(self.shape, self.strides, start, start + values.numel()):
-                yield box, view(values[box.start - start : box.stop - start], box, self.shape, self.strides)
+            for box in boxes(self.sizes, self.strides, start, start + values.numel(), self.origin):
+                yield box, view(values[box.start - start : box.stop - start], box, self.sizes, self.strides)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> SegmentTensor:
         """The same with every segment's values replaced by `move` of them."""
         segments = [(start, move(values)) for start, values in self.segments]
-        return SegmentTensor(self.shape, self.strides, self.dtype, segments, self.original, self.sharded)
+        return SegmentTensor(
+            self.shape, self.strides, self.dtype, segments, self.original, self.sharded, self.sizes, self.origin
+        )
 
     # ---- what DCP asks
 

@@ -6,14 +6,18 @@ Everything here is a collective: all ranks must call it.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import CheckpointError, ConfigError, ShardedError
+from .bits import checksum, differing, same_bits, same_values
 from .control import Kind
+from .local import local_of
 from .norms import part
 from .runtime import Runtime
 from .unit import Cut, Flat, Unit
@@ -139,55 +143,28 @@ def _drop(runtime: Runtime, units: list[Unit], before: list[Before], failing: bo
         )
 
 
-def checksum(tensor: Tensor) -> tuple[int, int]:
-    """Of the bits, and of the bits by their place: other values, or the same ones elsewhere, give another sum."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    total = placed = 0
-    for number, values in enumerate(_as_bits(flat).view(-1).split(2**20)):
-        bits = values.long()
-        here = int(bits.sum())
-        total += here
-        placed += number * here + int((bits * torch.arange(len(bits), device=bits.device)).sum())
-    return total, placed
-
-
 def _page(flat: Flat) -> Cut:
     page = flat.page
     assert page is not None, "full_params gathers before it looks"
     return page
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
-
-
 def commit(runtime: Runtime, flat: Flat, page: Cut) -> None:
     """Rank 0's `page` into the shards; elements that equal what the shard casts to keep the shard's bits."""
-    runtime.comm.broadcast(page.whole, flat.unit.name)
+    flat.agree(page.whole, runtime.comm)
     for mine, parts in zip(flat.shard, page.parts, strict=True):
         new = parts[flat.group.rank]
         if new.data_ptr() == mine.data_ptr():
             continue
         old = mine.to(new.dtype)
-        mine.copy_(torch.where(_differing(old, new), new.to(mine.dtype), mine))
-
-
-def _as_bits(flat: Tensor) -> Tensor:
-    """[numel] of any dtype as integers [numel, words]."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.dtype.itemsize, torch.int64)
-    return flat.contiguous().view(words).view(flat.numel(), flat.dtype.itemsize // words.itemsize)
-
-
-def _differing(a: Tensor, b: Tensor) -> Tensor:
-    """[numel] bool: where two flat tensors of one dtype have other bits."""
-    return (_as_bits(a) != _as_bits(b)).any(-1)
+        mine.copy_(torch.where(differing(old, new), new.to(mine.dtype), mine))
 
 
 # ---- state dicts
 
 
 def whole_values(runtime: Runtime, flat: Flat) -> list[Tensor]:
-    """Full parameters of one flat, each in the dtype it had before `shard()`, from the masters (a collective)."""
+    """Local tensors of one flat, each in the dtype it had before `shard()`, from the masters (a collective)."""
     if flat.full is not None and flat.param_dtype == flat.shard_dtype:
         flat.wait()
         whole = flat.cut(flat.full.whole.clone())
@@ -196,6 +173,12 @@ def whole_values(runtime: Runtime, flat: Flat) -> list[Tensor]:
         for handle in flat.gather_into(whole, runtime.comm):
             handle.wait()
     return [view.to(dtype) for view, dtype in zip(whole.views, flat.original_dtypes, strict=True)]
+
+
+def full_values(runtime: Runtime, flat: Flat) -> Iterator[Tensor]:
+    """`whole_values` as the whole tensors that tensor-parallel ranks hold parts of (a collective)."""
+    for one, value in zip(flat.locals, whole_values(runtime, flat), strict=True):
+        yield one.full(value, runtime.comm, flat.unit.name)
 
 
 @contextlib.contextmanager
@@ -239,9 +222,8 @@ def rank0_buffers(runtime: Runtime) -> Iterator[None]:
         if buffer is not None
     ]
     for module, key, buffer in own:
-        module._buffers[key] = copy = buffer.clone(memory_format=torch.contiguous_format)
-        if copy.numel():
-            runtime.comm.broadcast(copy, "(buffers)")
+        module._buffers[key] = sent = buffer.clone(memory_format=torch.contiguous_format)
+        runtime.comm.broadcast(local_of(sent), "(buffers)", runtime.comm.mesh.world)
     try:
         yield
     finally:
@@ -249,25 +231,47 @@ def rank0_buffers(runtime: Runtime) -> Iterator[None]:
             module._buffers[key] = buffer
 
 
-def load(runtime: Runtime, state_dict: Any, plainly: Callable[[], Any]) -> Any:
+def undress(runtime: Runtime, state_dict: dict[str, Any]) -> None:
+    """Whole tensors in place of DTensors (a collective)."""
+    for key, value in state_dict.items():
+        if isinstance(value, DTensor):
+            state_dict[key] = runtime.comm.full(value, key)
+
+
+def _dressed(runtime: Runtime, state_dict: Any) -> Any:
+    """This rank's parts of whole tensors, as DTensors, where the model has those."""
+    dressed = copy.copy(state_dict)  # with the versions that modules put on it
+    for key, own in runtime.plain_state_dict(keep_vars=True).items():
+        value = state_dict.get(key)
+        if isinstance(own, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            if value.shape == own.shape:  # or torch says so
+                dressed[key] = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+    return dressed
+
+
+def load(runtime: Runtime, state_dict: Any, plainly: Callable[[Any], Any]) -> Any:
     """Run torch's own load on whole parameters, then take what changed into the shards."""
     problem, result = _two_values(runtime, state_dict), None
     with whole(runtime):
-        before = {flat: [p.data.clone() for p in flat.parameters] for flat in runtime.flats()}
+        before = {flat: [value.clone() for value in _held(flat)] for flat in runtime.flats()}
         try:
-            result = plainly() if problem is None else None
+            result = plainly(_dressed(runtime, state_dict)) if problem is None else None
         except RuntimeError as error:
             problem = CheckpointError(str(error))
         runtime.control.share(problem)
         runtime.lending.before_change()
         for flat, values in before.items():
-            for index, (parameter, old) in enumerate(zip(flat.parameters, values, strict=True)):
-                if not same_bits(parameter.data, old):
-                    _write(flat, index, parameter.data, old)
+            for index, (new, old) in enumerate(zip(_held(flat), values, strict=True)):
+                if not same_bits(new, old):
+                    _write(flat, index, new, old)
         for flat in before:
             flat.stale = True
     runtime.refresh()
     return result
+
+
+def _held(flat: Flat) -> list[Tensor]:
+    return [one.held(parameter) for one, parameter in zip(flat.locals, flat.parameters, strict=True)]
 
 
 def _two_values(runtime: Runtime, state_dict: Any) -> CheckpointError | None:
@@ -283,10 +287,6 @@ def _two_values(runtime: Runtime, state_dict: Any) -> CheckpointError | None:
     return None
 
 
-def same_values(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and same_bits(a.contiguous(), b.contiguous())
-
-
 def _write(flat: Flat, index: int, new: Tensor, old: Tensor) -> None:
     """This rank's segments of one parameter, where the value changed."""
     numel = new.numel()
@@ -298,7 +298,7 @@ def _write(flat: Flat, index: int, new: Tensor, old: Tensor) -> None:
     for segment in (s for s in flat.segments if s.index == index):
         mine = flat.shard[segment.piece][segment.offset : segment.offset + segment.numel]
         a, b = fresh[segment.start : segment.stop], before[segment.start : segment.stop]
-        mine.copy_(torch.where(_differing(a, b), a.to(mine.dtype), mine))
+        mine.copy_(torch.where(differing(a, b), a.to(mine.dtype), mine))
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | torch.device = "cpu") -> dict[str, Any]:
@@ -310,7 +310,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | tor
     keeps = not rank0_only or runtime.comm.mesh.world.rank == 0
     values: dict[int, Tensor] = {}
     for flat in runtime.flats():
-        for parameter, value in zip(flat.parameters, whole_values(runtime, flat), strict=True):
+        for parameter, value in zip(flat.parameters, full_values(runtime, flat), strict=True):
             if keeps:
                 values[id(parameter)] = value.to(device, copy=True)
     with original_buffers(runtime), rank0_buffers(runtime):
@@ -319,10 +319,11 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | tor
         return {}
     result: dict[str, Any] = {}
     for key, value in plain.items():
-        result[key] = values.get(
-            id(value),
-            value.detach().to(device, copy=True) if isinstance(value, Tensor) and id(value) not in values else value,
-        )
+        if id(value) in values:
+            value = values[id(value)]
+        elif isinstance(value, Tensor):
+            value = local_of(value).detach().to(device, copy=True)
+        result[key] = value
     return result
 
 
@@ -346,7 +347,7 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
             whole.whole.div_(flat.grad_scale)
         for index, name in enumerate(flat.names):
             if index in with_gradient[flat]:
-                result[name] = whole.views[index].clone()
+                result[name] = flat.locals[index].full(whole.views[index], runtime.comm, flat.unit.name).clone()
     order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     return dict(sorted(result.items(), key=lambda item: order.get(item[0], 0)))
 
@@ -354,6 +355,7 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
 def local_shards(model: nn.Module, kind: str = "parameters") -> Iterator[tuple[str, Slice, Tensor]]:
     """(name, slice of the flattened parameter in memory order, this rank's part of it), live: what is written there counts.
 
+    Of a DTensor the slice is of this rank's local tensor.
     For "parameters" the parts are the masters, in the dtype the optimizer updates; for "gradients" the reduced gradients.
     """
     runtime = runtime_of(model)

@@ -202,20 +202,39 @@ class Comm:
             works = [_all_to_all(pg, whole, bucket, [], [], _EXCHANGES)]
         return Handle(self, works, group, REDUCE, what, receive)
 
-    def broadcast(self, tensor: Tensor, unit: str) -> None:
-        """Rank 0's values to every rank of the mesh; waits."""
-        world = self.mesh.world
-        if world.size > 1:
-            self.count("broadcast", unit, tensor.dtype, tensor.numel() if world.rank == 0 else 0, 1)
+    def broadcast(self, tensor: Tensor, unit: str, group: Group) -> None:
+        """The values of the group's first rank to all of it; waits."""
+        if group.size > 1 and tensor.numel():
+            self.count("broadcast", unit, tensor.dtype, tensor.numel() if group.rank == 0 else 0, 1)
             what = f"the broadcast of unit {unit!r}"
-            pg, values = self._lane(world, GATHER, what), [_bytes(tensor)]
+            pg, values = self._lane(group, GATHER, what), [_bytes(tensor)]
             if not self.pairwise:
                 works = [dist.broadcast(values[0], group=pg, group_src=0, async_op=True)]
-            elif world.rank == 0:
-                works = [pg.send(values, peer, _tag(self.number, unit)) for peer in world.peers]
+            elif group.rank == 0:
+                works = [pg.send(values, peer, _tag(self.number, unit)) for peer in group.peers]
             else:
                 works = [pg.recv(values, 0, _tag(self.number, unit))]
-            Handle(self, works, world, GATHER, what).wait()
+            Handle(self, works, group, GATHER, what).wait()
+
+    # ---- tensor parallelism: torch's own collectives over the mesh of a DTensor, which it waits for
+
+    def redistribute(self, tensor: Any, placements: tuple[Any, ...], unit: str) -> Any:
+        """A DTensor with other placements; the same one where it has these."""
+        if tensor.placements == placements:
+            return tensor
+        self._raise_if_broken()
+        changes = zip(tensor.placements, placements, strict=True)
+        if any(
+            now != then and not now.is_replicate() for now, then in changes
+        ):  # a part of a whole is taken without the wire
+            self.count("redistribute", unit, tensor.dtype, tensor._local_tensor.numel(), 1)
+        return tensor.redistribute(placements=placements)
+
+    def full(self, tensor: Any, unit: str) -> Tensor:
+        """The whole of a DTensor, on every rank."""
+        self._raise_if_broken()
+        self.count("redistribute", unit, tensor.dtype, tensor._local_tensor.numel(), 1)
+        return tensor.full_tensor()  # type: ignore[no-any-return]
 
     # ---- control: small messages on the host, ints and floats
 
@@ -279,7 +298,7 @@ class Comm:
         mesh = self.mesh
         groups = [(mesh.control, mesh.world)]
         if self.pairwise:
-            groups += [(pg, group) for group in (mesh.world, mesh.shard, mesh.replicate) for pg in group.lanes]
+            groups += [(pg, group) for group in mesh.groups for pg in group.lanes]
         for pg, group in groups:
             for peer in group.peers if pg is not None else ():
                 with contextlib.suppress(RuntimeError):  # this is the point

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .layout import ALIGN
+from .local import local_of
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -78,4 +79,7 @@ def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parts: bool)
 def _like(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.clone() if value.dim() == 0 else torch.full_like(parameter, float(value.float().mean()))
+    if value.dim() == 0:
+        return value.clone()
+    held = local_of(value)
+    return torch.full_like(parameter, float(held.float().mean()) if held.numel() else 0.0)

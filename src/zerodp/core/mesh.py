@@ -1,4 +1,4 @@
-"""Who talks to whom: the shard group, the replicate group and the control group of one rank.
+"""Who talks to whom: the shard group, the replicate group, the tensor group and the control group of one rank.
 
 Groups are made once per process and reused, because making one is a collective and costs sockets; a broken set is dropped.
 """
@@ -38,18 +38,28 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks that train one model: `world` = `replicate` x `shard`; `control` is a gloo group beside the data."""
+    """The ranks that train one model: `world` = `data` x `tensor`, and `data` = `replicate` x `shard`.
+
+    Ranks of a tensor group see the same batches and hold parts of the same layers; their collectives are torch's. What is
+    decided is decided by all of `world`: `control` is its gloo group beside the data.
+    """
 
     world: Group
+    data: Group
     shard: Group
     replicate: Group
+    tensor: Group
     control: Any
     device_type: str
     backend: str
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.world, self.data, self.shard, self.replicate, self.tensor
+
     def place(self, shards: bool) -> tuple[Group, Group]:
         """(shard, replicate) for state that is split over the shard group, or kept whole by every rank."""
-        return (self.shard, self.replicate) if shards else (alone(self.world), self.world)
+        return (self.shard, self.replicate) if shards else (alone(self.data), self.data)
 
 
 def alone(group: Group) -> Group:
@@ -82,11 +92,16 @@ def _forget_dropped() -> None:
         dist.destroy_process_group(_dropped.pop())
 
 
-def resolve(mesh: Any, device: torch.device | None, purpose: str = "") -> tuple[Mesh, ConfigError | None]:
+def resolve(
+    mesh: Any, device: torch.device | None, tensor_mesh: DeviceMesh | None = None, purpose: str = ""
+) -> tuple[Mesh, ConfigError | None]:
     """The `mesh` option of `shard()` as ranks that can tell each other their mistakes, and this rank's own, if it has one.
 
     The lanes are missing still, see `connect`. Meshes with another `purpose` have groups of their own: what is sent over them
     comes in an order of its own.
+
+    Args:
+        tensor_mesh: over which parameters are DTensors.
 
     Raises:
         ConfigError: no process group, or one that this rank is not in; no other rank waits for it then.
@@ -102,18 +117,22 @@ def resolve(mesh: Any, device: torch.device | None, purpose: str = "") -> tuple[
         _cache.clear()
         _dropped.clear()  # they went with their world
         WATCH.forget()
-    me, world = dist.get_rank(), _members(mesh)
-    if me not in world:
-        raise ConfigError(f"mesh: rank {me} is not among its ranks {list(world)}; only they may call shard() with it")
+    me, data = dist.get_rank(), _members(mesh)
+    if me not in data:
+        raise ConfigError(f"mesh: rank {me} is not among its ranks {list(data)}; only they may call shard() with it")
     problem = None
     try:
-        shard, replicate, parent = _dims(mesh, world)
+        shard, replicate, parent = _dims(mesh, data)
+        world, tensor = _with_tensor(mesh, tensor_mesh, data)
         device_type, backend = _device(parent, device)
     except ConfigError as error:
-        problem, shard, replicate = error, world, (me,)
+        problem, world, shard, replicate, tensor = error, data, data, (me,), (me,)
         device_type, backend = _device(dist.group.WORLD, None)
     control = _make(world, f"{purpose}control", "fake" if backend == "fake" else "gloo")
-    return Mesh(_group(world), _group(shard), _group(replicate), control, device_type, backend), problem
+    made = Mesh(
+        _group(world), _group(data), _group(shard), _group(replicate), _group(tensor), control, device_type, backend
+    )
+    return made, problem
 
 
 def connect(mesh: Mesh, purpose: str = "") -> Mesh:
@@ -125,8 +144,10 @@ def connect(mesh: Mesh, purpose: str = "") -> Mesh:
         lanes = (_make(group.ranks, f"{lane}{i}", mesh.backend) for i in range(2 if group.size > 1 else 0))
         return Group(group.ranks, group.rank, tuple(lanes))
 
-    world, replicate = connected(mesh.world, "replicas"), connected(mesh.replicate, "replicas")
-    return replace(mesh, world=world, shard=connected(mesh.shard, "shards"), replicate=replicate)
+    world, tensor = connected(mesh.world, "world"), connected(mesh.tensor, "tensor")
+    data, replicate = connected(mesh.data, "replicas"), connected(mesh.replicate, "replicas")
+    shard = connected(mesh.shard, "shards")
+    return replace(mesh, world=world, data=data, shard=shard, replicate=replicate, tensor=tensor)
 
 
 def beside(mesh: Mesh) -> Any:
@@ -160,6 +181,40 @@ def _dims(mesh: Any, world: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int
     rows = mesh.mesh.tolist()
     row = next(r for r in rows if me in r)
     return tuple(row), tuple(r[row.index(me)] for r in rows), mesh.get_group("shard")
+
+
+def _with_tensor(
+    mesh: Any, tensor_mesh: DeviceMesh | None, data: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(all ranks that train this model, this rank's tensor group): the data ranks, and for each of them the tensor ranks."""
+    if tensor_mesh is None:
+        return data, (dist.get_rank(),)
+    names, tensor = tensor_mesh.mesh_dim_names, _members(tensor_mesh)
+    advice = (
+        'make one mesh with both kinds of dims, as init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "tp")), parallelize the model '
+        'over mesh["tp"], and pass mesh=mesh["dp"]'
+    )
+    # Torch takes equal meshes for one another, so the root of the DTensors' mesh may be that of an earlier one. Ranks do not lie.
+    root = mesh._get_root_mesh().mesh if isinstance(mesh, DeviceMesh) else None
+    if root is None or not set(tensor) <= set(root.flatten().tolist()):
+        raise ConfigError(
+            f"mesh: the model has DTensor parameters over dims {names}, and this is no part of the same mesh; {advice}"
+        )
+    along_data, along_tensor = _varying(root, data), _varying(root, tensor)
+    if along_data & along_tensor:
+        raise ConfigError(
+            f"mesh: dims {mesh.mesh_dim_names} share ranks with the DTensor parameters' dims {names}, whose ranks hold parts of one layer; {advice}"
+        )
+    here = (root == dist.get_rank()).nonzero()[0].tolist()
+    both = along_data | along_tensor
+    index = tuple(slice(None) if dim in both else place for dim, place in enumerate(here))
+    return tuple(root[index].flatten().tolist()), tensor
+
+
+def _varying(root: torch.Tensor, ranks: tuple[int, ...]) -> set[int]:
+    """The dims of the root mesh along which these ranks lie."""
+    places = torch.stack([(root == rank).nonzero()[0] for rank in ranks])
+    return {dim for dim, column in enumerate(places.unbind(1)) if len(column.unique()) > 1}
 
 
 def _device(parent: Any, device: torch.device | None) -> tuple[str, str]:

@@ -52,7 +52,9 @@ class ShardedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the plain model's keys, in the dtypes from before `shard()` (a collective)."""
         with access.whole(self._zerodp), access.rank0_buffers(self._zerodp):
-            return super().state_dict(*args, **kwargs)
+            found: dict[str, Any] = super().state_dict(*args, **kwargs)
+            access.undress(self._zerodp, found)
+            return found
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Take a full state dict, the same on every rank (a collective).
@@ -66,7 +68,7 @@ class ShardedModule(nn.Module):
                 "load_state_dict(assign=True) would replace sharded parameters by new ones; use assign=False"
             )
         return access.load(
-            self._zerodp, state_dict, lambda: super(ShardedModule, self).load_state_dict(state_dict, strict=strict)
+            self._zerodp, state_dict, lambda given: super(ShardedModule, self).load_state_dict(given, strict=strict)
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -128,12 +130,14 @@ def install(model: nn.Module, runtime: Runtime, precision: Precision | None) -> 
 
 def arm(runtime: Runtime, flat: Flat, index: int) -> None:
     """Hang the reducer on the parameter's AccumulateGrad node, which runs after all hooks of the user, however late they came."""
-    parameter = flat.parameters[index]
+    parameter, hidden = flat.parameters[index], type(flat.parameters[index])
     needs = parameter.requires_grad
-    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+    with torch.enable_grad():
+        parameter.__class__ = flat.classes[index]
         parameter.requires_grad_(True)
         node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         parameter.requires_grad_(needs)
+        parameter.__class__ = hidden
 
     engine, place = weakref.ref(runtime), weakref.ref(flat)  # the node holds this hook, and the parameter; see `Where`
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .layout import ALIGN, Segment
 
 if TYPE_CHECKING:
-    from .optimizer import Engine
+    from .optimizer import Engine, SegmentParameter
     from .unit import Flat
 
 
@@ -21,16 +21,20 @@ def part(flat: Flat, segment: Segment) -> Tensor:
     return flat.grad[segment.piece][segment.offset : segment.offset + segment.numel]
 
 
-def _parts(engine: Engine) -> list[tuple[Flat, Tensor]]:
-    return [(s.flat, part(s.flat, s.segment)) for s in engine if s.flat.grad is not None and s.numel()]
+def _with_gradient(engine: Engine) -> list[SegmentParameter]:
+    return [segment for segment in engine if segment.flat.grad is not None and segment.numel()]
+
+
+def _parts(engine: Engine) -> list[Tensor]:
+    return [part(s.flat, s.segment) for s in _with_gradient(engine)]
 
 
 def total_norm(engine: Engine, p: float) -> float:
     """The global p-norm of the unscaled gradients, the same on all ranks (a collective)."""
     powers = [
-        _power(tensor, p) * (flat.grad_scale ** -(p if p != math.inf else 1.0))
-        for flat, tensor in _parts(engine)
-        if _counts(flat)
+        _power(part(s.flat, s.segment), p) * (s.flat.grad_scale ** -(p if p != math.inf else 1.0))
+        for s in _with_gradient(engine)
+        if _counts(s.flat, s.segment.index)
     ]
     mine = torch.stack(powers) if powers else torch.zeros(1, dtype=torch.float64, device="cpu")
     mine = mine.max() if p == math.inf else mine.sum()
@@ -42,9 +46,9 @@ def total_norm(engine: Engine, p: float) -> float:
     return float(torch.tensor(total, dtype=torch.float32, device="cpu")) if math.isfinite(total) else total
 
 
-def _counts(flat: Flat) -> bool:
-    """Each element of the global gradient counts once: replicas leave theirs to the first of them."""
-    return flat.replicas.rank == 0
+def _counts(flat: Flat, index: int) -> bool:
+    """Each element of the global gradient counts once: replicas, and tensor-parallel copies, leave theirs to the first of them."""
+    return flat.replicas.rank == 0 and flat.locals[index].first
 
 
 def _power(tensor: Tensor, p: float) -> Tensor:
@@ -59,10 +63,10 @@ def _power(tensor: Tensor, p: float) -> Tensor:
 
 def scale_gradients(engine: Engine, factor: float) -> None:
     if factor != 1.0:
-        for _, tensor in _parts(engine):
+        for tensor in _parts(engine):
             tensor.mul_(factor)
 
 
 def overflows(engine: Engine) -> bool:
     """Whether this rank's reduced gradients hold an infinity or NaN."""
-    return any(not math.isfinite(float(_power(tensor, math.inf))) for _, tensor in _parts(engine))
+    return any(not math.isfinite(float(_power(tensor, math.inf))) for tensor in _parts(engine))

@@ -11,6 +11,8 @@ from ..errors import CheckpointError, ConfigError, ZeroError
 from .control import Kind
 
 if TYPE_CHECKING:
+    from .comm import Comm
+    from .local import Local
     from .optimizer import SegmentParameter, ShardedOptimizer
     from .unit import Cut, Flat
 
@@ -27,9 +29,11 @@ def cut(key: str, value: Any, segment: SegmentParameter, error: type[ZeroError] 
     """One entry of a parameter's state as its segment's: elementwise tensors are cut, the rest is copied."""
     flat, index = segment.flat, segment.segment.index
     size, stride, _ = flat.shapes[index]
+    local = flat.locals[index]
     if not isinstance(value, Tensor):
         return value
-    if value.shape == size and (value.dim() > 0 or key not in SCALARS):
+    if value.shape == local.shape and (value.dim() > 0 or key not in SCALARS):
+        value = local.part(value, segment.engine.runtime.comm, flat.unit.name)
         laid = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device).copy_(value)
         return laid.as_strided((laid.numel(),), (1,))[segment.segment.start : segment.segment.stop].to(
             segment.device, copy=True
@@ -37,7 +41,7 @@ def cut(key: str, value: Any, segment: SegmentParameter, error: type[ZeroError] 
     if value.numel() == 1:
         return value.to(segment.device, copy=True)
     raise error(
-        f"optimizer state of parameter {segment.full_name!r} has shape {tuple(value.shape)}, expected {tuple(size)} or one element: "
+        f"optimizer state of parameter {segment.full_name!r} has shape {tuple(value.shape)}, expected {tuple(local.shape)} or one element: "
         "this optimizer is not elementwise and cannot be sharded"
     )
 
@@ -49,6 +53,16 @@ def from_plain(optimizer: ShardedOptimizer, states: dict[Any, dict[str, Any]]) -
         where = parameter._zerodp
         for segment in engine.segments_of(where.flat, where.index):
             optimizer.state[segment] = {key: cut(key, value, segment, ConfigError) for key, value in state.items()}
+
+
+def to_plain(states: dict[str, Any], local: Local, comm: Comm) -> dict[str, Any]:
+    """One parameter's full state as the parameter itself is: of a DTensor, DTensors."""
+    return {
+        key: local.dressed(local.part(value, comm, key))
+        if isinstance(value, Tensor) and value.shape == local.shape and (value.dim() > 0 or key not in SCALARS)
+        else value
+        for key, value in states.items()
+    }
 
 
 def is_elementwise(value: Any, segment: SegmentParameter) -> bool:
@@ -83,7 +97,8 @@ def full_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
             whole = _gather(optimizer, flat, key, getattr(torch, dtype))
             for index, name in enumerate(flat.names):
                 if keys.get(name, {}).get(key, [None])[0] == "elementwise":
-                    state[name][key] = whole.views[index].clone()
+                    view = whole.views[index]
+                    state[name][key] = flat.locals[index].full(view, engine.runtime.comm, flat.unit.name).clone()
     groups = []
     for group, members in zip(optimizer.param_groups, engine.members, strict=True):
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import ShardedError
+from .local import get_inner, local_of
 
 if TYPE_CHECKING:
+    from .local import Local
     from .unit import Flat
 
 _getters = ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized",
@@ -57,14 +60,24 @@ class Where:
     def name(self) -> str:
         return self.flat.names[self.index]
 
+    @property
+    def local(self) -> Local:
+        return self.flat.locals[self.index]
+
 
 class Note:
-    """What autograd saves in place of a view of a page: where to find it again."""
+    """What autograd saves in place of a view of a page: where to find it again, and the DTensor that it was in, if it was."""
 
-    __slots__ = ("flat", "offset", "size", "stride")
+    __slots__ = ("flat", "offset", "size", "spec", "stride")
 
-    def __init__(self, flat: Flat, offset: int, size: torch.Size, stride: tuple[int, ...]) -> None:
-        self.flat, self.offset, self.size, self.stride = flat, offset, size, stride
+    def __init__(self, flat: Flat, saved: Tensor) -> None:
+        view = local_of(saved)
+        self.flat, self.offset, self.size, self.stride = flat, view.storage_offset(), view.size(), view.stride()
+        self.spec = None if view is saved else saved._spec  # type: ignore[attr-defined]
+
+    def read(self, page: Tensor) -> Tensor:
+        view = page.as_strided(self.size, self.stride, self.offset)
+        return view if self.spec is None else DTensor(view, self.spec, requires_grad=False)
 
 
 class Sharded:
@@ -82,12 +95,13 @@ class Sharded:
             return func(*args, **kwargs)
 
     def stride(self, dim: int | None = None) -> Any:
-        strides = self._zerodp.flat.shapes[self._zerodp.index][1]
+        strides = self._zerodp.local.whole_strides
         return strides if dim is None else strides[dim]
 
     def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
-        size, strides, _ = self._zerodp.flat.shapes[self._zerodp.index]
-        return torch.empty_strided(size, strides, device="meta").is_contiguous(memory_format=memory_format)
+        local = self._zerodp.local
+        whole = torch.empty_strided(local.shape, local.whole_strides, device="meta")
+        return whole.is_contiguous(memory_format=memory_format)
 
     @property
     def data(self) -> Tensor:
@@ -135,7 +149,16 @@ class Sharded:
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         where = self._zerodp
-        return f"ShardedParameter({where.name!r}, shape={tuple(where.flat.shapes[where.index][0])}, dtype={where.flat.param_dtype}, unit={where.flat.unit.name!r})"
+        return f"ShardedParameter({where.name!r}, shape={tuple(where.local.shape)}, dtype={where.flat.param_dtype}, unit={where.flat.unit.name!r})"
+
+
+class ShardedInside(Sharded):
+    """Mixin of the twins of DTensors, whose own methods reach inside without a torch function."""
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        fault(self, "to_local")
+        return get_inner(self)  # type: ignore[no-any-return]
 
 
 def fault(parameter: Any, use: str) -> None:
@@ -150,7 +173,7 @@ _twins: dict[type, type] = {}
 def twin(cls: type) -> type:
     """The sharded twin of a parameter class, made once."""
     if cls not in _twins:
-        _twins[cls] = type("Sharded" + cls.__name__, (Sharded, cls), {})
+        _twins[cls] = type("Sharded" + cls.__name__, (ShardedInside if issubclass(cls, DTensor) else Sharded, cls), {})
     return _twins[cls]
 
 

@@ -50,6 +50,7 @@ class Reducer:
             return False
         if flat.bucket is None:
             self._open(flat)
+        grad = flat.locals[index].part(grad, self.comm, flat.unit.name)
         view = flat.bucket.views[index]  # type: ignore[union-attr]
         scale = self._early[flat]
         if grad.is_sparse:

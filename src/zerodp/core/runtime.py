@@ -22,6 +22,7 @@ from .arena import Arena
 from .comm import Comm
 from .control import Control, Kind
 from .lending import Lending
+from .local import local_of
 from .pager import Pager
 from .parameter import Note, Where, writes
 from .reducer import Reducer
@@ -316,12 +317,12 @@ class Runtime:
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
         try:
-            address = tensor.data_ptr()
+            address = local_of(tensor).data_ptr()
         except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
             return tensor
         for start, end, flat in self.pages:
             if start <= address < end:
-                return Note(flat, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+                return Note(flat, tensor)
         return tensor
 
     def unpack(self, saved: Any) -> Tensor:
@@ -332,7 +333,7 @@ class Runtime:
             if torch._C._current_graph_task_id() != -1:
                 self.begin_backward()
             self.demand(unit)
-        return saved.flat.slot.tensor.as_strided(saved.size, saved.stride, saved.offset)  # type: ignore[union-attr]
+        return saved.read(saved.flat.slot.tensor)  # type: ignore[union-attr]
 
     # ---- steps and collectives outside passes
 

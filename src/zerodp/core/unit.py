@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from .arena import Arena, Slot
 from .comm import Comm, Handle
 from .layout import Layout, Segment, build
-from .mesh import Group
+from .local import Local, local
+from .mesh import Mesh
 from .parameter import Where, placeholder, twin
 from .stages import Residency
 
@@ -27,7 +28,7 @@ class Cut(NamedTuple):
     """A flat buffer [padded_numel] and its views."""
 
     whole: Tensor
-    views: list[Tensor]  # per parameter, in its shape
+    views: list[Tensor]  # per parameter, in its local shape
     pieces: list[Tensor]
     parts: list[tuple[Tensor, ...]]  # per piece, each rank's
 
@@ -43,7 +44,7 @@ class Flat:
         named: list[tuple[str, nn.Parameter]],
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
         residency: Residency,
-        place: tuple[Group, Group],
+        mesh: Mesh,
         max_piece_bytes: int,
     ) -> None:
         self.param_dtype, self.shard_dtype, self.grad_dtype = (
@@ -53,16 +54,18 @@ class Flat:
         self.parameters = [p for _, p in named]
         self.original_dtypes = [p.dtype for p in self.parameters]
         self.classes = [type(p) for p in self.parameters]
-        self.group, self.replicas = place
+        self.locals: list[Local] = [local(p, mesh.tensor.rank == 0) for p in self.parameters]
+        self.puts = [one.put for one in self.locals]
+        self.group, self.replicas = mesh.place(residency.shards_optimizer)
         self.residency = residency
         self.layout: Layout = build(
-            [p.numel() for p in self.parameters],
+            [one.size.numel() for one in self.locals],
             self.group.size,
             self.replicas.size,
             max(max_piece_bytes // self.param_dtype.itemsize, 1),
         )
         self.shapes = [
-            (p.shape, _strides(p), offset) for p, offset in zip(self.parameters, self.layout.offsets, strict=True)
+            (one.size, one.strides, offset) for one, offset in zip(self.locals, self.layout.offsets, strict=True)
         ]
         self.key = _keys.setdefault((self.layout, tuple(self.shapes)), len(_keys))
         # With one rank to a shard and nothing to cast, the master is already the whole page.
@@ -102,9 +105,9 @@ class Flat:
             slot = arena.take(numel, dtype, "unsharded", self.unit.name)
             whole = slot.tensor
         whole.zero_()  # padding too is the same everywhere
-        for value, (size, stride, offset) in zip(values, self.shapes, strict=True):
-            whole.as_strided(size, stride, offset).copy_(value)
-        comm.broadcast(whole, self.unit.name)
+        for value, one, (size, stride, offset) in zip(values, self.locals, self.shapes, strict=True):
+            whole.as_strided(size, stride, offset).copy_(one.part(value, comm, self.unit.name))
+        self.agree(whole, comm)
         if slot is None:
             self.full = self.cut(whole)
             self.shard = [parts[self.group.rank] for parts in self.full.parts]
@@ -124,8 +127,17 @@ class Flat:
         self.twins = [twin(cls) for cls in self.classes]
         for index, parameter in enumerate(self.parameters):
             parameter._zerodp = Where(self, index)  # type: ignore[attr-defined]
-            parameter.data = self.holes[index] if self.full is None else self.full.views[index]
+            self.puts[index](parameter, self.holes[index] if self.full is None else self.full.views[index])
         self.conceal()
+
+    def agree(self, whole: Tensor, comm: Comm) -> None:
+        """Rank 0's values for all in a buffer of the whole page; of what tensor-parallel ranks split, each takes its own part's."""
+        mesh, name = comm.mesh, self.unit.name
+        comm.broadcast(whole, name, mesh.data)
+        if mesh.tensor.size > 1:
+            for one, offset in zip(self.locals, self.layout.offsets, strict=True):
+                if not one.split:
+                    comm.broadcast(whole[offset : offset + one.size.numel()], name, mesh.tensor)
 
     def widen_shard(self, arena: Arena, dtype: torch.dtype) -> None:
         """From here on this rank's part rests in `dtype`."""
@@ -186,9 +198,9 @@ class Flat:
         """Parameters are themselves again, with their values."""
         if self.slot is not None:
             views = self.page.views  # type: ignore[union-attr]
-            for parameter, cls, view in zip(self.parameters, self.classes, views, strict=True):
+            for parameter, cls, put, view in zip(self.parameters, self.classes, self.puts, views, strict=True):
                 parameter.__class__ = cls
-                parameter.data = view
+                put(parameter, view)
         else:
             for parameter, cls in zip(self.parameters, self.classes, strict=True):
                 parameter.__class__ = cls
@@ -205,19 +217,20 @@ class Flat:
                 self.wait()
             self.handles = []
             visible = self.unit.visible
-            for parameter, cls, hole, hidden in zip(self.parameters, self.classes, self.holes, self.twins, strict=True):
+            looks = zip(self.classes, self.twins, self.puts, self.holes, strict=True)
+            for parameter, (cls, hidden, put, hole) in zip(self.parameters, looks, strict=True):
                 if not visible:
                     parameter.__class__ = cls
-                parameter.data = hole
+                put(parameter, hole)
                 parameter.__class__ = hidden
             slot, self.slot = self.slot, None
             arena.give(slot)
 
     def replace(self, values: list[Tensor]) -> None:
         """Parameters are ordinary ones with these values, until `restore`."""
-        for parameter, cls, value in zip(self.parameters, self.classes, values, strict=True):
+        for parameter, cls, put, value in zip(self.parameters, self.classes, self.puts, values, strict=True):
             parameter.__class__ = cls
-            parameter.data = value
+            put(parameter, value)
 
     def restore(self, visible: bool) -> None:
         """Back to what is here, seen or not."""
@@ -350,13 +363,6 @@ class Unit:
                 flat.conceal()
         self.visible = self.present = False
         runtime.event("free", self)
-
-
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides; `shard()` has refused those that leave gaps or overlap."""
-    return (
-        tuple(parameter.stride()) if parameter.numel() else tuple(torch.empty(parameter.shape, device="meta").stride())
-    )
 
 
 def _accumulating(dtype: torch.dtype) -> torch.dtype:

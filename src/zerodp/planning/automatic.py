@@ -68,7 +68,7 @@ def choose(
     """
     mesh = comm.mesh
     setup = Setup(
-        mesh.world.size,
+        mesh.data.size,
         replicate=mesh.replicate.size,
         device_memory=max(room(model, device, comm), 1),
         precision=config.precision,

@@ -39,7 +39,7 @@ class Partition:
     @property
     def comm(self) -> Comm:
         if self._comm is None:
-            mesh, problem = meshes.resolve(self.mesh, None, PURPOSE)
+            mesh, problem = meshes.resolve(self.mesh, None, purpose=PURPOSE)
             if problem is not None:
                 raise problem
             self._comm = Comm(mesh, exact=False, check=True)
