@@ -125,6 +125,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences per step on each data-parallel rank")
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="keep the blocks' inputs only, split over the tp ranks"
+    )
     parser.add_argument("--save", help="a folder for the last checkpoint, which any other --tp loads")
     options = parser.parse_args()
 
@@ -138,7 +141,8 @@ def main() -> None:
     torch.manual_seed(0)  # the same weights everywhere before they are split
     model = parallelize(GPT(256, options.context).to(device), mesh["tp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # Activation partitioning goes here: zerodp.apply_activation_checkpointing(model, units=[Block], partition=mesh["tp"])
+    if options.checkpoint:  # of what the tensor-parallel ranks all have the same, each keeps a part
+        model = zerodp.apply_activation_checkpointing(model, units=[Block], partition=mesh["tp"])
     model, optimizer = zerodp.shard(
         model, optimizer, stage=options.stage, mesh=mesh["dp"], precision=options.precision, units=[Block]
     )

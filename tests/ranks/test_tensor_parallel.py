@@ -534,7 +534,19 @@ def test_the_example_trains(tmp_path: Path) -> None:
     script = ROOT / "examples" / "megatron_gpt.py"
     assert len(script.read_text().splitlines()) < 200
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
-    options = ["--tp", "2", "--steps", "21", "--context", "32", "--batch", "4", "--save", str(tmp_path / "last")]
+    options = [
+        "--tp",
+        "2",
+        "--steps",
+        "21",
+        "--context",
+        "32",
+        "--batch",
+        "4",
+        "--checkpoint",
+        "--save",
+        str(tmp_path / "last"),
+    ]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
