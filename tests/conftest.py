@@ -43,3 +43,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def stage(request: pytest.FixtureRequest) -> int:
     """A test that names this argument runs at every stage; parametrise ``stage`` to choose some."""
     return int(request.param)
+
+
+@pytest.fixture
+def fresh_ranks(ranks: Pool) -> Pool:
+    """New processes, which hold nothing of earlier tests: no freed memory, no caches of torch's."""
+    ranks.close()
+    return ranks

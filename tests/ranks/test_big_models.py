@@ -378,6 +378,7 @@ def status(field: str) -> int:
     )
 
 
+@pytest.mark.usefixtures("fresh_ranks")
 @on_ranks(4)
 @pytest.mark.parametrize("source", ["initialised", "weights"])
 def test_memory_stays_within_the_shard_and_two_units(source: str, tmp_path: Path) -> None:
