@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import resource
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerodp
+from tests.limits import largest_file
 from tests.ranks.oracle import squares
 from tests.ranks.pool import on_ranks
 from tests.ranks.test_activations import WORLD, ours, over, store
@@ -133,16 +131,6 @@ def test_nothing_grows_with_varying_lengths(partition: Any, offload: Any) -> Non
     assert sum(arena.lent_peak for arena in arenas) <= in_use + (4 * 64 * 16 * 4 if files else 0)  # writes on their way
     assert all(arena.reserved <= 2 * arena.lent_peak for arena in arenas)
     assert sum(files) <= 2 * end
-
-
-@contextlib.contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @on_ranks(2)

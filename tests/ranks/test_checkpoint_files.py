@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import random
-import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerodp
+from tests.limits import largest_file
 from tests.ranks.checkpoints import Odd
 from tests.ranks.oracle import all_close
 from tests.ranks.pool import on_ranks
@@ -105,10 +106,7 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path: Path) -> None:
     model = nn.Linear(100, 100)
     model, optimizer = zerodp.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     zerodp.save(tmp_path / "x", model, optimizer)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
+    with largest_file(10_000) if dist.get_rank() == 1 else contextlib.nullcontext():
         message = r"rank 1: save to .*File too large.*limit on the size"
         with pytest.raises(zerodp.CheckpointError, match=message):
             zerodp.save(tmp_path / "x", model, optimizer)
@@ -117,8 +115,6 @@ def test_a_disk_that_is_full_on_one_rank(tmp_path: Path) -> None:
             zerodp.save(tmp_path / "x", model, optimizer)  # what fails in the background is raised at the next call
         assert saving is not None
         assert saving.done
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert report(tmp_path / "x")["damaged"] == []
     model(torch.ones(1, 100)).sum().backward()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import re
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 import zerodp
+from tests.limits import largest_file
 from zerodp.core.arena import Arena
 from zerodp.residual.replicated import fingerprint
 from zerodp.tiers import Tier
@@ -132,16 +131,6 @@ def test_extents_are_aligned_and_used_again(tmp_path: Path) -> None:
     assert file.reserve(5 * ALIGN) == 2 * ALIGN  # the free end grows by what it lacks
     assert file.end == 7 * ALIGN
     os.close(file.handle)
-
-
-@contextlib.contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:

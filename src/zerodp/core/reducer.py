@@ -73,8 +73,8 @@ class Reducer:
 
     def _open(self, flat: Flat) -> None:
         if self.comm.pairwise if flat.persistent is None else any(busy is flat for busy, _ in self.under_way):
-            # On CPUs the first gradient of a unit comes long after the last one of the unit before, whose reduction ends in
-            # between as a rule: waiting costs little, and a bucket less is held while memory is fullest.
+            # A bucket less is held while memory is fullest. Where the wire is fast the reduction has ended by then; on a slow
+            # one this rank waits for it here.
             self.drain()
         flat.open_bucket(self.arena)
         if flat not in self._early:
