@@ -43,8 +43,8 @@ forward: free root
 backward: gather root
 backward: gather 2
 backward: use root
-backward: use 2
 backward: gather 1
+backward: use 2
 backward: reduce 2
 backward: free 2
 backward: use 1

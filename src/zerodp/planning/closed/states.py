@@ -162,7 +162,9 @@ def in_use(
     bucket, low = numel * size.compute, differs(size.compute, size.rest)
     lands = choose(residency.shards_gradients, choose(differs(size.gradient, size.compute), 0, 1), 0)
     lands = choose(accumulates, 0, choose(replicas - 1, 0, lands))
-    ways = choose(residency.shards_parameters, 1, 2) * received(bucket, ranks, exact, lands) + received(bucket / ranks, replicas, exact)
+    ways = choose(residency.shards_parameters, 1, 2) * received(bucket, ranks, exact, lands) + received(
+        bucket / ranks, replicas, exact
+    )
     sums = choose(low, numel * ACCUMULATED_BYTES / choose(ranks - 1, ranks, replicas), 0)
     reducing = choose(residency.shards_gradients, 2 * bucket, 0) + ways + sums
     # The optimizer steps on gradients in the master's dtype: others are cast for one unit at a time.
