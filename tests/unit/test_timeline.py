@@ -18,7 +18,7 @@ from zerodp.planning.setup import Setup
 from zerodp.planning.timeline import scenarios
 from zerodp.planning.timeline.calibrate import line
 from zerodp.planning.timeline.machine import MACHINES, Link, Machine, Transfer, machine_of, of_json, together
-from zerodp.planning.timeline.predict import predict
+from zerodp.planning.timeline.predict import HALF, predict
 from zerodp.planning.timeline.program import Wires, program
 from zerodp.planning.timeline.recording import medians
 from zerodp.planning.timeline.rehearsal import Moment
@@ -81,11 +81,9 @@ def test_launches_keep_the_thread_and_reductions_are_awaited_in_turn() -> None:
     assert marks == [17.5]
 
 
-def test_a_first_gradient_waits_for_earlier_reductions_where_buckets_are_few() -> None:
-    step = [Moment("reduce", "a", "backward"), Moment("bucket", "b", "backward", 1.0), Moment("step", "", "idle")]
-    wires = Wires(reduces={"a": Transfer(0, 4)})
-    assert run(program(step, wires, repeats=1))[1] == [1]
-    assert run(program(step, dataclasses.replace(wires, drains=frozenset("b")), repeats=1))[1] == [5]
+def test_halfway_through_a_backward_earlier_reductions_are_awaited() -> None:
+    step = [Moment("reduce", "a", "backward"), Moment("drain", "", "backward", 1.0), Moment("step", "", "idle")]
+    assert run(program(step, Wires(reduces={"a": Transfer(0, 4)}), repeats=1))[1] == [5]
 
 
 # ---- whole steps by hand: three units of 1 s forward and 2 s backward, half a second for each transfer
@@ -105,17 +103,21 @@ def by_hand(stage: int, **options: Any) -> Timeline:
 
 
 def test_stage_3_by_hand() -> None:
-    """Waits: for the first gather of each pass, and for the last reduction. Beside the first reduction goes the last gather."""
+    """Waits: for the first gather of each pass, and for the last reduction. The last gather begins halfway through a backward."""
     found = by_hand(3)
-    assert (found.seconds, found.compute, found.exposed, found.wire) == (10.5, 9.0, 1.5, 4.5)
-    shared = [(s.lane, s.start, s.end, s.unit) for s in found.spans if s.start == 6.0 and s.lane != "compute"]
-    assert shared == [("gather", 6.0, 7.0, "blocks.0"), ("reduce", 6.0, 7.0, "blocks.2")]
+    assert (found.seconds, found.compute, found.exposed, found.wire) == pytest.approx((10.5, 9.0, 1.5, 4.5))
+    gathers = [(s.unit[-1], s.start, s.end) for s in found.spans if s.lane == "gather"]
+    begin = 6 + 2 * HALF
+    expected = [("0", 0, 0.5), ("1", 0.5, 1), ("2", 1.5, 2), ("2", 3.5, 4), ("1", 4, 4.5), ("0", begin, begin + 0.5)]
+    assert [name for name, _, _ in gathers] == [name for name, _, _ in expected]
+    assert [g[1:] for g in gathers] == [pytest.approx(e[1:]) for e in expected]
+    assert [s.start for s in found.spans if s.lane == "reduce"] == pytest.approx([6, 8, 10])
 
 
 def test_stage_3_without_prefetch_waits_for_every_gather() -> None:
     """Six gathers of half a second, two of them beside a reduction (a quarter more would be hidden: 0.5 shared is 1.0), and the last one's sum."""
     found = by_hand(3, prefetch=0)
-    assert found.exposed == 0.5 * 4 + 1.0 * 2 + 0.5
+    assert found.exposed == pytest.approx(0.5 * 4 + 1.0 * 2 + 0.5)
 
 
 def test_stages_1_and_2_by_hand() -> None:
@@ -131,7 +133,8 @@ def test_stage_0_reduces_among_replicas_twice_the_bytes() -> None:
 
 
 def test_kept_units_are_not_gathered_again() -> None:
-    assert by_hand(3, unsharded_bytes=3 * 64 * 4).seconds == 10.0
+    """Those of the forward stay for the backward, whose first gather was waited for half a second."""
+    assert by_hand(3, unsharded_bytes=3 * 64 * 4).seconds == pytest.approx(10.0)
 
 
 def test_accumulation_repeats_the_passes() -> None:
@@ -240,9 +243,13 @@ def test_60b_gains_from_64_to_400_devices_only_as_the_batch_grows() -> None:
 
 
 def test_stage_3_falls_behind_stage_2_as_links_slow() -> None:
-    ratios = [third / second for _, second, third in scenarios.slowing_links()]
-    assert ratios == sorted(ratios)
-    assert ratios[0] < 1.1 < 1.4 < ratios[-1] <= 1.5
+    """Less and less is hidden; where the wire is all, it sends half as much again."""
+    found = list(scenarios.slowing_links())
+    behind = [third - second for _, second, third in found]
+    ratios = [third / second for _, second, third in found]
+    assert behind == sorted(behind)
+    assert ratios[0] < 1.05 < 1.1 < min(ratios[1:])
+    assert 1.45 < ratios[-1] < 1.6
 
 
 def test_prefetch_gains_less_with_larger_batches() -> None:
@@ -253,10 +260,10 @@ def test_prefetch_gains_less_with_larger_batches() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_weak_scaling_is_nearly_linear_to_1024_devices(stage: int) -> None:
-    """S63, the simulated part."""
+    """S63, the simulated part. A little above 1 is right: the more devices, the less of the optimizer's update for each."""
     kept = [part for _, part in scenarios.weak_scaling(stage)]
     assert kept[0] == 1
-    assert all(0.8 < part <= 1 for part in kept)
+    assert all(0.95 < part < 1.1 for part in kept)
 
 
 # ---- the plan

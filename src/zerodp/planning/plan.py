@@ -15,9 +15,9 @@ from ..errors import ConfigError
 from .estimate import KINDS, Estimate, amount, estimate
 from .huggingface import of_config
 from .models import Model, Shape, of_count, of_module, of_shape, short
+from .picture import duration
 from .recommend import Recommendation, most_that_fit, recommend
 from .setup import Setup
-from .timeline.picture import duration
 from .timeline.predict import predict
 from .timeline.simulate import Timeline
 from .training_time import training_seconds
@@ -103,6 +103,7 @@ class Plan:
             "reason": self.reason,
             "remedies": list(self.recommendation.remedies),
             "assumptions": list(self.assumptions),
+            "links": self.setup.links.name if self.setup.links is not None else None,
         }
 
     def _stage(self, one: Estimate) -> dict[str, Any]:

@@ -56,17 +56,17 @@ def slowing_links(
     """(part of the links' bandwidth, seconds at stage 2, seconds at stage 3) of 8B."""
     for factor in factors:
         machine = V100.with_bandwidth(factor)
-        yield (
-            factor,
-            *(step(B8, stage, machine, world_size=devices, batch=2, checkpointing="full").seconds for stage in (2, 3)),
-        )
+        options: dict[str, Any] = {"world_size": devices, "batch": 2, "checkpointing": "full"}
+        second, third = (step(B8, stage, machine, **options).seconds for stage in (2, 3))
+        yield factor, second, third
 
 
 def prefetching(batches: Sequence[int] = (1, 2, 4, 8, 16), devices: int = 64) -> Iterator[tuple[int, float, float]]:
     """(samples per device, seconds without prefetch, seconds with one unit ahead) of 8B at stage 3, as ZeRO-Infinity's Figure 6d."""
     for batch in batches:
         options: dict[str, Any] = {"world_size": devices, "batch": batch, "checkpointing": "full"}
-        yield batch, *(step(B8, 3, prefetch=ahead, **options).seconds for ahead in (0, 1))
+        without, ahead = (step(B8, 3, prefetch=units, **options).seconds for units in (0, 1))
+        yield batch, without, ahead
 
 
 def weak_scaling(
