@@ -71,6 +71,7 @@ def test_launches_keep_the_thread_and_reductions_are_awaited_in_turn() -> None:
     step = [
         Moment("reduce", "a", "backward", 1.0),
         Moment("reduce", "b", "backward"),
+        Moment("drain", "", "idle"),
         Moment("update", "", "idle", 5.0),
     ]
     wires = Wires(reduces=dict.fromkeys("ab", Transfer(0, 4, launch=1)), sums={"a": 2, "b": 3}, message=0.5)

@@ -42,13 +42,13 @@ class _Clock(deque[tuple[str, str, str]]):
         super().append(event)
 
 
-def record(model: nn.Module, step: Callable[[], Any], steps: int = STEPS) -> list[Moment]:
-    """The moments of one step in the steady state, from several, after two with the wire (a collective).
+def record(model: nn.Module, step: Callable[[], Any], steps: int = STEPS, warmup: int = 2) -> list[Moment]:
+    """The moments of one step in the steady state, from several, after `warmup` ones with the wire (a collective).
 
     step: one whole step of the sharded `model`: its passes, the optimizer's step and `zero_grad`.
     """
     runtime = runtime_of(model)
-    for _ in range(2):
+    for _ in range(warmup):
         step()
     clock, before = _Clock(), runtime.trace
     recorded = []
