@@ -106,6 +106,7 @@ def test_what_stays_whole_costs_what_it_costs_in_data_parallelism(options: dict[
     zerodp.stats(model).reset()
     squares(model, torch.ones(2, 64)).backward()
     optimizer.step()
+    optimizer.zero_grad()
     zerodp.full_grads(model)
     rows = zerodp.stats(model).comm
     gathers = [row for row in rows if row.op == "all_gather"]
