@@ -17,6 +17,7 @@ from ..core.precision import by_dtypes
 from ..core.stages import Residency
 from ..errors import ConfigError
 
+MOST = {"layers": 5_000, "hidden": 10**7, "heads": 10**7, "parameters": 10**15}  # a plan is made layer by layer
 GPT3_ASPECT = 128  # width over depth of GPT-3, and the width of its heads
 
 
@@ -38,6 +39,8 @@ class Shape:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}: expected a whole number of at least 1, got {value!r}")
+            if value > MOST[name]:
+                raise ConfigError(f"{name}: at most {MOST[name]:,} can be planned for, got {value:,}")
         if self.hidden % self.heads:
             raise ConfigError(f"heads: {self.heads} heads do not divide a hidden width of {self.hidden}")
 

@@ -14,7 +14,7 @@ from ..core.wrap import check_model
 from ..errors import ConfigError
 from .estimate import KINDS, Estimate, amount, estimate
 from .huggingface import of_config
-from .models import Model, Shape, of_count, of_module, of_shape, short
+from .models import MOST, Model, Shape, of_count, of_module, of_shape, short
 from .recommend import Recommendation, most_that_fit, recommend
 from .setup import Setup
 from .timeline.picture import duration
@@ -221,6 +221,8 @@ def model_of(given: Any, setup: Setup, units: Any = None, ignore: Any = ()) -> M
         raise ConfigError(
             f"plan: expected a torch.nn.Module, a count of parameters, a shape or the path of a config.json, got {given!r}"
         )
+    if given > MOST["parameters"]:
+        raise ConfigError(f"params: at most {MOST['parameters']:,} can be planned for, got {given:.3g}")
     return of_count(given, setup.dtypes, setup.sequence)
 
 
