@@ -5,7 +5,7 @@ Made from a parameter count, a shape, a Hugging Face config (`huggingface.py`) o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,11 +65,37 @@ class UnitSpec:
 
 
 @dataclass(frozen=True)
+class UnitTrace:
+    """What one unit's part of a step keeps for backward, in bytes, and computes, in FLOPs; recomputation is in backward."""
+
+    name: str
+    saved_bytes: int
+    forward_flops: int
+    backward_flops: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward and backward pass, seen on fake tensors; parameters and their gradients are not in the bytes.
+
+    saved_bytes: what autograd keeps between the two, each storage once; peak_bytes: the most that is alive at one time, in
+    `peak_phase` ("forward" or "backward") of `peak_unit`; flops: of both passes.
+    """
+
+    units: tuple[UnitTrace, ...]
+    saved_bytes: int
+    peak_bytes: int
+    peak_unit: str
+    peak_phase: str
+    flops: int
+
+
+@dataclass(frozen=True)
 class Model:
     """What the planner knows of a model.
 
     exact: the units are those that `shard()` would make, so padding can be counted; buffer_bytes: of its buffers;
-    assumptions: what was guessed, in words.
+    assumptions: what was guessed, in words; traces: a step as the model is (False), and with its blocks checkpointed (True).
     """
 
     name: str
@@ -78,6 +104,7 @@ class Model:
     exact: bool = False
     buffer_bytes: int = 0
     assumptions: tuple[str, ...] = field(default=())
+    traces: Mapping[bool, Trace] = field(default_factory=dict)
 
     @property
     def numel(self) -> float:
