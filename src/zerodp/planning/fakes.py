@@ -7,7 +7,7 @@ own messages and the user's token ids stay real. No global state of torch or tor
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.arena import Arena
 from ..core.mesh import Group, Mesh
@@ -28,13 +29,17 @@ CPU = torch.device("cpu")
 class FakeArena(Arena):
     """Memory that is only counted."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, counted: Callable[[], None]) -> None:
         super().__init__(CPU)
-        self.mode = mode
+        self.mode, self.counted = mode, counted
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _disable_current_modes():
             return FakeTensor(self.mode, torch.empty(numel, dtype=dtype, device="meta"), self.device)
+
+    def add(self, kind: str, nbytes: int) -> None:
+        super().add(kind, nbytes)
+        self.counted()
 
 
 class FakeValues:

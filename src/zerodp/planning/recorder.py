@@ -46,10 +46,9 @@ class Place(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The most bytes at one time; outside is what was told of as held elsewhere."""
+    """The most bytes at one time, those held elsewhere included."""
 
     nbytes: int
-    outside: int
     place: Place
 
 
@@ -74,7 +73,7 @@ class Recorder(TorchDispatchMode):
         self.alive: dict[int, tuple[int, Any]] = {}  # storage -> bytes, and what tells of its end
         self.live_bytes = 0
         self.saved: dict[int, tuple[int, str, Any]] = {}  # storage -> bytes, unit, and what tells of its end
-        self.peak = Peak(0, 0, NOWHERE)
+        self.live_peak, self.peak = 0, Peak(0, NOWHERE)
         self.flops: Counter[Place] = Counter()
         self.within: list[str] = []  # units whose modules run now, the innermost last
         self.stepping = False
@@ -125,12 +124,13 @@ class Recorder(TorchDispatchMode):
     # ---- memory
 
     def sample(self) -> None:
-        outside = self.outside()
-        if self.live_bytes + outside > self.peak.nbytes:
-            self.peak = Peak(self.live_bytes + outside, outside, self.place())
+        self.live_peak = max(self.live_peak, self.live_bytes)
+        total = self.live_bytes + self.outside()
+        if total > self.peak.nbytes:
+            self.peak = Peak(total, self.place())
 
-    def reset_peak(self) -> None:
-        self.peak = Peak(0, 0, NOWHERE)
+    def reset_peaks(self) -> None:
+        self.live_peak, self.peak = self.live_bytes, Peak(0, NOWHERE)
         self.sample()
 
     def made(self, tensor: Tensor) -> None:
