@@ -5,13 +5,14 @@ Schedule, layouts, ledgers and counts are the engine's own; it does not know tha
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..api import assemble
 from ..config import Config, Precision
@@ -20,10 +21,11 @@ from ..core.comm import Comm, CommRow
 from ..errors import ConfigError
 from ..inspect import Event, stats
 from .closed.states import MOMENTS
+from .estimate import amount
 from .fakes import FakeArena, FakeValues, fake_inputs, fake_mesh, new_mode
 from .recorder import Recorder
 from .setup import Setup
-from .traced import Loss, arguments, attempt, copied, loss_of, modules_of
+from .traced import Step, arguments, attempt, copied, loss_of, modules_of
 
 WARM_UP = 1  # steps before the one that is reported: the optimizer makes its state in the first
 
@@ -63,6 +65,14 @@ class Simulation:
         """Collectives of the step."""
         return sum(row.count for row in self.comm)
 
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{amount(nbytes)} {kind}" for kind, nbytes in self.peak.items() if nbytes)
+        return (
+            f"rank {self.rank} of {self.world_size}, stage {self.stage}, simulated: {amount(self.peak_bytes)} at the most, in "
+            f"{self.peak_phase} of {self.peak_unit!r} ({kinds}, {amount(self.activations_bytes)} activations); {self.launches:,} collectives "
+            f"that send {amount(self.wire_bytes)} in a step"
+        )
+
     def as_json(self) -> dict[str, Any]:
         return {
             "world_size": self.world_size,
@@ -80,37 +90,22 @@ class Simulation:
         }
 
 
-def simulate(
-    model: nn.Module,
-    setup: Setup,
-    stage: int,
-    inputs: Any,
-    loss: Loss | None = None,
-    units: Any = None,
-    ignore: Any = (),
-    rank: int = 0,
-) -> Simulation:
-    """A step of rank `rank` of `setup.world_size`, as if `model` had been sharded on all of them.
-
-    Args:
-        model: is not touched; a copy without memory is trained.
-        inputs, loss: as of :func:`zerodp.plan`.
-        units, ignore: as of :func:`zerodp.shard`.
+def simulate(step: Step, setup: Setup, stage: int, rank: int = 0) -> Simulation:
+    """A step of rank `rank` of `setup.world_size`, as if its model had been sharded on all of them; a copy without memory is.
 
     Raises:
         ConfigError: what cannot be simulated, or a step that cannot be run without values.
     """
     check(setup, rank)
-    config = Config(
+    config = dataclasses.replace(
+        step.config,
         stage=stage,
         precision=_without_scale(setup.precision),
-        units=units,
-        ignore=ignore,
         prefetch=setup.prefetch,
         unsharded_bytes=setup.unsharded_bytes,
         bucket_bytes=setup.bucket_bytes or Config().bucket_bytes_on("gloo" if setup.exact else "nccl"),
     )
-    twin, mode = copied(model, setup.checkpointing == "full"), new_mode()
+    twin, mode = copied(step.model, setup.checkpointing == "full"), new_mode()
     plain = _optimizer(setup.optimizer, list(twin.parameters()))
     plans = wrap.plan_units(twin, config)
     recorder = Recorder(modules_of(plans, twin), [])
@@ -119,26 +114,26 @@ def simulate(
     comm = Comm(fake_mesh(setup.world_size, rank, setup.replicate), exact=setup.exact, check=False)
     comm.pairwise = setup.exact  # as on gloo, where sums are exact by default
     sharded, optimizer = assemble(twin, plain, config, plans, FakeValues(twin, mode), comm, arena)
-    args, kwargs = arguments(fake_inputs(inputs, mode))
+    args, kwargs = arguments(fake_inputs(step.inputs, mode))
 
-    def step() -> None:
+    def train() -> None:
         for _ in range(setup.accumulate):
-            value = attempt(recorder, lambda: loss_of(sharded(*args, **kwargs), loss))
+            value = attempt(recorder, lambda: loss_of(sharded(*args, **kwargs), step.loss))
             attempt(recorder, lambda: value.backward())
             del value
         recorder.stepping = True
         optimizer.step()
-        optimizer.zero_grad()
         recorder.stepping = False
 
     with warnings.catch_warnings(), recorder.watching(sharded):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         for _ in range(WARM_UP):
-            step()
+            train()
+            optimizer.zero_grad()
         stats(sharded).reset()
         recorder.reset_peaks()
         resting = recorder.live_bytes  # the optimizer's state
-        step()
+        train()
     seen = stats(sharded)
     memory = seen.memory
     return Simulation(

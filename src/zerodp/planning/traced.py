@@ -7,6 +7,7 @@ serves every stage; `simulated` runs the engine as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,23 +23,35 @@ from .fakes import fake, fake_inputs, make_fake, new_mode, without_memory
 from .models import Trace, UnitTrace
 from .recorder import Place, Recorder
 
-Loss = Callable[[Any], Tensor]
+@dataclass(frozen=True)
+class Step:
+    """What one rank does in a step: `model` called with `inputs` (as of :func:`zerodp.plan`), and the loss of its output.
+
+    loss: None: see `loss_of`; config: precision, units and what is ignored, as `shard()` takes them.
+    """
+
+    model: nn.Module
+    inputs: Any
+    loss: Callable[[Any], Tensor] | None
+    config: Config
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there are repeated blocks that could be checkpointed."""
+        return any(any(True for _ in block.children()) for block in wrap.automatic(self.model).values())
 
 
-def trace(model: nn.Module, config: Config, inputs: Any, loss: Loss | None = None, checkpointed: bool = False) -> Trace:
-    """Run one forward and backward pass of a copy of `model` on fake tensors.
+def trace(step: Step, checkpointed: bool = False) -> Trace:
+    """One forward and backward pass of a copy of the model on fake tensors.
 
     Args:
-        config: precision, units and what is ignored, as `shard()` takes them.
-        inputs: as of :func:`zerodp.plan`.
-        loss: the loss of an output; None: see `loss_of`.
         checkpointed: whether the blocks are put under activation checkpointing first.
 
     Raises:
         ConfigError: a step that cannot be run without values, or a loss that is none.
     """
-    twin = copied(model, checkpointed)
-    plans, precision = wrap.plan_units(twin, config), config.precision
+    twin, precision = copied(step.model, checkpointed), step.config.precision
+    plans = wrap.plan_units(twin, step.config)
     mode = new_mode()
     for plan in plans:
         for (dtypes, _), named in by_dtypes(plan.parameters, precision).items():
@@ -48,13 +61,13 @@ def trace(model: nn.Module, config: Config, inputs: Any, loss: Loss | None = Non
     for parameter in twin.parameters():
         # The engine takes each gradient as soon as it is there; see `core.reducer`.
         parameter.register_post_accumulate_grad_hook(_drop)
-    args, kwargs = arguments(fake_inputs(inputs, mode))
+    args, kwargs = arguments(fake_inputs(step.inputs, mode))
     if precision is not None and precision.cast_inputs:
         args, kwargs = cast(args, precision.param_dtype), cast(kwargs, precision.param_dtype)
     recorder = Recorder(modules_of(plans, twin), list(twin.parameters()))
     with recorder.watching(twin):
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda saved: saved):
-            value = attempt(recorder, lambda: loss_of(twin(*args, **kwargs), loss))
+            value = attempt(recorder, lambda: loss_of(twin(*args, **kwargs), step.loss))
         saved = recorder.saved_by_unit()
         attempt(recorder, lambda: value.backward())
     return Trace(
@@ -107,7 +120,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
-def loss_of(output: Any, loss: Loss | None) -> Tensor:
+def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     """The scalar to go back from. Without `loss`: the output's own `loss`, the output if it is a scalar, else its mean."""
     if loss is not None:
         value = loss(output)
