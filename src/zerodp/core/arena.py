@@ -14,6 +14,22 @@ from torch import Tensor
 
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 KINDS = (*STATES, "unsharded", "buckets", "activations")
+FEW_RANKS = 64
+
+
+class Parts(dict[int, Tensor]):
+    """Each rank's equal part of a piece [size * n]. Of many ranks only this one's view is kept: thousands would cost more than
+    the collective, and most are never asked for."""
+
+    def __init__(self, piece: Tensor, size: int, rank: int) -> None:
+        self.piece, self.numel = piece, piece.numel() // size
+        if size <= FEW_RANKS:
+            self.update(enumerate(piece.view(size, -1).unbind()))
+        else:
+            self[rank] = self[rank]
+
+    def __missing__(self, rank: int) -> Tensor:
+        return self.piece[rank * self.numel : (rank + 1) * self.numel]
 
 
 class Slot:
@@ -69,6 +85,11 @@ class Arena:
         self.peak = dict.fromkeys(KINDS, 0)
         self.total = self.total_peak = 0
 
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Fresh memory that no ledger knows of."""
+        with torch.inference_mode(False):  # or training could not use it later
+            return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pin)
+
     # ---- slots: short-lived
 
     def take(self, numel: int, dtype: torch.dtype, kind: str, label: str = "") -> Slot:
@@ -83,8 +104,7 @@ class Arena:
         slot = same.pop() if same else self._fitting(needed)
         if slot is None:
             self._trim(needed)
-            with torch.inference_mode(False):  # or training could not use it later
-                slot = Slot(torch.empty(needed, dtype=torch.uint8, device=self.device, pin_memory=self.pin))
+            slot = Slot(self.empty(needed, torch.uint8))
             self.reserved += needed
         self.add(kind, needed)
         return slot.lend(numel, dtype, kind, label)
@@ -140,8 +160,7 @@ class Arena:
     # ---- long-lived memory
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
-        with torch.inference_mode(False):
-            tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        tensor = self.empty(numel, dtype)
         self.add(kind, tensor.nbytes)
         return tensor
 
