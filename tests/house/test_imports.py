@@ -14,7 +14,7 @@ from tests.house.source import Module, modules
 LAYERS = [
     ("errors", "version", "core", "core.layout", "core.stages", "core.bits"),
     ("config",),
-    ("core.mesh", "core.comm", "core.watch", "core.arena", "core.regions", "tiers", "tiers.*"),
+    ("core.mesh", "core.comm", "core.watch", "core.arena", "regions", "tiers", "tiers.*"),
     ("core.local", "core.parameter", "core.norms", "core.schedule", "core.elementwise", "core.unit", "core.wrap"),
     ("core.cache", "core.control", "core.lending", "core.reducer", "core.pager", "core.precision"),
     ("core.runtime",),

@@ -55,8 +55,7 @@ def test_full_disk_on_one_rank(split: bool, stage: int) -> None:
                 squares(model, torch.ones(1024, 3)).backward()
 
     refused(step, "could not be written in")
-    with pytest.raises(zerodp.ZeroError, match=r"can no longer communicate|could not be written"):
-        squares(model, torch.ones(8, 3)).backward()
+    with pytest.raises(zerodp.ZeroError, match=r"can no longer communicate"):
         model.state_dict()
 
 

@@ -25,7 +25,7 @@ from zerodp.residual.store import store_of
 
 TOKENS, WIDTH, DEPTH = 128, 64, 3
 INPUTS = DEPTH * TOKENS * WIDTH * 4  # bytes of the blocks' inputs
-KEPT = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state", "activations")
+KEPT = ("parameters", "gradients", "master", "first_moment", "second_moment", "activations")
 
 
 def trained(config: zerodp.Config, **options: Any) -> tuple[dict[str, int], zerodp.Stats, nn.Module]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zerodp.core.arena import Arena
-from zerodp.core.regions import ALIGN, Region, Space
+from zerodp.regions import ALIGN, Region, Space
 
 CPU = torch.device("cpu")
 

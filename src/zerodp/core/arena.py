@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .regions import Region, Space
+from ..regions import Region, Space
 
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 KINDS = (*STATES, "unsharded", "buckets", "activations")

@@ -280,7 +280,7 @@ class Comm:
         self.broken = verdict[1] if verdict else f"{what} failed: {str(error).splitlines()[0][:200]}"
         drop_groups()
         if verdict is not None:
-            return getattr(errors, verdict[0], ZeroError)(verdict[1])  # type: ignore[no-any-return]
+            return getattr(errors, verdict[0], ZeroError)(verdict[1])
         return ZeroError(
             f"rank {self.mesh.world.rank}: {what} failed, because another rank ended or closed its connection, or the process "
             f"group's time limit passed. Last here: {self.last_event()}. Look at the other ranks' own errors first. ({self.broken})"

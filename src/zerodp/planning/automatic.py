@@ -83,7 +83,8 @@ def choose(
     )
     buffers = sum(local_of(buffer).nbytes for buffer in model.buffers())
     known = Model(type(model).__name__, of_plans(plans, config.precision), exact=True, buffer_bytes=buffers)
-    stages, problem, reason = {}, None, ""
+    stages: dict[str, int] = {}
+    problem, reason = None, ""
     try:
         stages, reason = choose_stages(known, setup)
     except ConfigError as error:

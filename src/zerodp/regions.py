@@ -36,7 +36,7 @@ class Space:
             part = self.block[self.start : self.start + self.size]
             if type(part) is not Tensor or part.is_meta:  # tensors without memory, when a plan is simulated
                 return torch.empty_like(part)
-            return from_dlpack(to_dlpack(part))  # type: ignore[no-any-return]
+            return from_dlpack(to_dlpack(part))
 
     def dissolve(self) -> None:
         """Refer to nothing any more, so that the block's memory goes with its last user."""
