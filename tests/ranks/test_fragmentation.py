@@ -20,7 +20,8 @@ from zerodp.core.arena import Arena
 from zerodp.regions import ALIGN
 from zerodp.residual.store import store_of
 
-LONGEST, STEPS = 64, 300
+LONGEST, STEPS = 256, 300
+WARM_UP = 6  # of the longest: blocks become one, which may have to grow by a few parts of itself
 
 
 def arenas(model: nn.Module) -> list[Arena]:
@@ -40,12 +41,13 @@ def test_nothing_is_allocated_after_the_longest(partition: Any, offload: Any) ->
     model, optimizer = zerodp.shard(model, adamw(model), stage=3, units=[Block])
     zerodp.apply_activation_checkpointing(model, units=[Block], partition=over(partition), offload=offload)
     seen: list[Any] = []
-    for length in [LONGEST, LONGEST, *lengths()]:
+    for length in [LONGEST] * WARM_UP + lengths():
         squares(model, torch.ones(length, 3)).backward()
         optimizer.step()
         optimizer.zero_grad()
         seen.append([(arena.reserved, arena.allocations) for arena in arenas(model)])
-    assert len(set(map(tuple, seen[2:]))) == 1, sorted(set(map(tuple, seen[2:])))
+    assert len(set(map(tuple, seen[WARM_UP - 1 :]))) == 1, sorted(set(map(tuple, seen[WARM_UP - 1 :])))
+    assert all(region.reserved <= 1.25 * region.peak for arena in arenas(model) for region in arena.both)
     memory = zerodp.stats(model).memory
     assert (memory.reserved, memory.allocations) == seen[-1][0]
 
@@ -77,11 +79,12 @@ def step_of(model: nn.Module) -> list[Any]:
 
 @dataclass
 class Event:
-    """`size` bytes taken under a number, or (0) given back."""
+    """`size` bytes taken under a number, or (0) given back; of a long-lived kind, and of the one at the upper end."""
 
     number: int
     size: int
     long: bool
+    top: bool
 
 
 class Recorder:
@@ -96,16 +99,15 @@ class Recorder:
     def listen(self, region: Any, long: bool) -> None:
         take, give = region.take, region.give
 
-        def taken(nbytes: int) -> Any:
-            space = take(nbytes)
+        def taken(nbytes: int, top: bool) -> Any:
+            space = take(nbytes, top)
             self.numbers[id(space)] = len(self.events)
-            self.events.append(Event(len(self.events), space.size, long))
+            self.events.append(Event(len(self.events), space.size, long, top))
             return space
 
         def given(space: Any) -> None:
-            number = self.numbers.pop(id(space), None)
-            if number is not None:  # else the region's own
-                self.events.append(Event(number, 0, long))
+            number = self.numbers.pop(id(space))
+            self.events.append(Event(number, 0, long, space.top))
             give(space)
 
         region.take, region.give = taken, given
@@ -116,7 +118,7 @@ class Heap:
     """An ordinary allocator of one stretch of memory: free holes by address, joined with their neighbours when freed."""
 
     capacity: int
-    best: bool  # the smallest hole that fits, else the first
+    where: str  # "first" hole that fits, "best" one, or at one of both "ends"
     holes: list[tuple[int, int]] = field(default_factory=list)  # (start, size)
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -127,14 +129,15 @@ class Heap:
     def free(self) -> int:
         return sum(size for _, size in self.holes)
 
-    def take(self, number: int, size: int) -> bool:
-        fitting = [hole for hole in self.holes if hole[1] >= size]
+    def take(self, event: Event) -> bool:
+        fitting = [hole for hole in self.holes if hole[1] >= event.size]
         if not fitting:
             return False
-        start, space = min(fitting, key=lambda hole: hole[1]) if self.best else fitting[0]
-        place = self.holes.index((start, space))
-        self.holes[place : place + 1] = [(start + size, space - size)] if space > size else []
-        self.held[number] = (start, size)
+        top = event.top and self.where == "ends"
+        start, space = min(fitting, key=lambda hole: hole[1]) if self.where == "best" else fitting[-1 if top else 0]
+        place, rest = self.holes.index((start, space)), space - event.size
+        self.holes[place : place + 1] = [(start if top else start + event.size, rest)] if rest else []
+        self.held[event.number] = (start + rest if top else start, event.size)
         return True
 
     def give(self, number: int) -> None:
@@ -151,7 +154,7 @@ def replay(events: list[Event], heaps: dict[bool, Heap]) -> tuple[int, int] | No
     """(bytes wanted, bytes free) at the first request that finds no hole; None if all do."""
     for event in events:
         heap = heaps[event.long]
-        if event.size and not heap.take(event.number, event.size):
+        if event.size and not heap.take(event):
             return event.size, heap.free
         if not event.size:
             heap.give(event.number)
@@ -175,14 +178,14 @@ class Lookup(nn.Module):
         return out
 
 
-def recorded(steps: int = 12) -> tuple[list[Event], list[int]]:
+def recorded(steps: int = 24) -> tuple[list[Event], list[int]]:
     """On a rank: what steps of varying lengths ask for, and the bytes that the arena has of each region in the end."""
     torch.manual_seed(0)
     model, _ = zerodp.shard(Lookup(), stage=3, units=[Block, nn.Embedding, nn.Linear])
     zerodp.apply_activation_checkpointing(model, units=[Block], partition=dist.group.WORLD)
     arena: Arena = model._zerodp.arena
     recorder = Recorder(arena)
-    for length in [256, *(4 * n for n in lengths()[: steps - 1])]:
+    for length in lengths()[:steps]:
         model(torch.arange(length)).pow(2).mean().backward()
         model.zero_grad()
     return recorder.events, [region.reserved for region in arena.both]
@@ -193,11 +196,14 @@ def test_a_plain_allocator_fails_with_a_third_free(ranks: Pool) -> None:
     events, (short, long) = ranks.run(2, recorded)[0]
     assert any(event.long for event in events)
     assert all(event.size % ALIGN == 0 for event in events)
-    assert replay(events, {False: Heap(short, best=True), True: Heap(long, best=True)}) is None
-    for best in (False, True):
-        heap = Heap(short + long, best)
+    assert replay(events, {False: Heap(short, "ends"), True: Heap(long, "ends")}) is None
+    found = {}
+    for where in ("first", "best"):
+        heap = Heap(short + long, where)
         failure = replay(events, {False: heap, True: heap})
         assert failure is not None
         wanted, free = failure
         assert wanted <= free
-        assert free >= 0.3 * (short + long)
+        found[where] = free / (short + long)
+    assert found["first"] >= 0.3
+    assert found["best"] >= 0.15

@@ -51,8 +51,8 @@ def test_random_use_never_overlaps(seed: int) -> None:
             slot.tensor.fill_(number)
             held.append((slot, number, numel))
     for region in arena.both:
-        idle = {space_bytes for space_bytes, spaces in region.idle.items() if spaces}
-        assert idle <= {stop - start for start, stop, free in spans(region) if free}
+        idle = sorted(space.size for spaces in region.idle.values() for space in spaces)
+        assert idle == sorted(stop - start for start, stop, free in spans(region) if free)
     for slot, _, _ in held:
         arena.give(slot)
     assert arena.total == 0
@@ -60,21 +60,60 @@ def test_random_use_never_overlaps(seed: int) -> None:
     assert (arena.reserved, [region.firsts for region in arena.both]) == (0, [[], []])
 
 
-def test_idle_neighbours_join_and_small_blocks_become_one() -> None:
+def test_blocks_become_one_of_the_size_that_was_needed() -> None:
     region = Region(CPU)
-    spaces = [region.take(4 * ALIGN) for _ in range(3)]
-    for space in spaces:
-        region.give(space)
+    first = [region.take(4 * ALIGN, top=False) for _ in range(3)]
     assert (region.reserved, region.allocations) == (12 * ALIGN, 3)
-    large = region.take(10 * ALIGN)
-    assert (region.reserved, region.allocations) == (12 * ALIGN, 4)
-    rest = region.take(1)
+    region.give(first[0])
+    small = region.take(1, top=False)  # not out of a block that is four times as large
+    assert (region.reserved, region.peak) == (9 * ALIGN, 12 * ALIGN)
+    for space in (*first[1:], small):
+        region.give(space)
+    low, high = region.take(2 * ALIGN, top=False), region.take(2 * ALIGN, top=True)
+    assert (region.reserved, region.allocations) == (12 * ALIGN, 5)
+    assert (low.start, high.start) == (0, 10 * ALIGN)
+    large = region.take(3 * ALIGN, top=False)
+    assert large.start == 7 * ALIGN  # a quarter of all goes to the upper end
+    region.give(low)
     region.give(large)
-    region.give(region.take(3 * ALIGN))
-    assert (rest.start, region.allocations) == (10 * ALIGN, 4)
-    region.give(rest)
-    assert region.take(12 * ALIGN).start == 0
-    assert (region.reserved, region.allocations) == (12 * ALIGN, 4)
+    assert region.take(10 * ALIGN, top=False).start == 0  # idle neighbours join
+    assert region.allocations == 5
+
+
+def test_the_one_block_grows_to_what_is_needed() -> None:
+    region = Region(CPU)
+    for count in (2, 2, 3, 3):
+        spaces = [region.take(4 * ALIGN, top=False) for _ in range(count)]
+        for space in spaces:
+            region.give(space)
+    assert (region.reserved, region.peak, len(region.firsts)) == (12 * ALIGN, 12 * ALIGN, 1)
+    grown = region.allocations
+    large = region.take(20 * ALIGN, top=True)
+    assert (region.reserved, region.allocations) == (20 * ALIGN, grown + 1)
+    region.give(large)
+    region.clear()
+    assert (region.reserved, region.peak, region.firsts) == (0, 0, [])
+
+
+def test_holes_make_it_larger_until_there_is_room() -> None:
+    """Requests find no hole though enough is free: the next block is a part larger, until it has room beside the holes."""
+    region = Region(CPU)
+
+    def step() -> None:
+        small = [region.take(4 * ALIGN, top=False) for _ in range(10)]
+        for space in small[::2]:
+            region.give(space)
+        wide = [region.take(6 * ALIGN, top=False) for _ in range(3)]
+        for space in (*small[1::2], *wide):
+            region.give(space)
+
+    for _ in range(15):
+        step()
+    seen = region.reserved, region.allocations
+    assert region.peak == 40 * ALIGN < region.reserved <= 60 * ALIGN
+    for _ in range(10):
+        step()
+    assert (region.reserved, region.allocations) == seen
 
 
 def test_what_is_seen_outside_is_not_lent_again() -> None:

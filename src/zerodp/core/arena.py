@@ -18,6 +18,7 @@ from ..regions import Region, Space
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 KINDS = (*STATES, "unsharded", "buckets", "activations")
 LONG = ("activations", "gradients")  # kinds whose slots outlive many others
+TOP = ("buckets", "gradients")  # of the two kinds that share a region, the one that fills it from above
 
 
 class Slot:
@@ -81,7 +82,7 @@ class Arena:
         if self.limbo:
             self.settle()
         needed = numel * dtype.itemsize
-        space = self.regions[kind].take(needed)
+        space = self.regions[kind].take(needed, kind in TOP)
         if space.slot is None:
             space.slot = Slot(space)
         self.add(kind, needed)
@@ -123,7 +124,7 @@ class Arena:
     def drop_idle(self) -> None:
         """Let go of memory that nobody uses now."""
         for region in self.both:
-            region.drop_idle()
+            region.clear()
 
     def clear(self) -> None:
         """Let go of idle memory, and begin to count peaks anew."""
