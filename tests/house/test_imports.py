@@ -16,7 +16,7 @@ PLANNING = ("automatic", "closed", "estimate", "huggingface", "models", "recomme
 LAYERS = [
     ("errors", "version", "core", "core.layout", "core.stages", "core.bits"),
     ("config",),
-    ("core.mesh", "core.comm", "core.watch", "core.arena", "tiers", "tiers.*"),
+    ("core.mesh", "core.comm", "core.watch", "core.arena", "regions", "tiers", "tiers.*"),
     ("core.local", "core.parameter", "core.norms", "core.schedule", "core.elementwise", "core.unit", "core.wrap"),
     ("core.cache", "core.control", "core.lending", "core.reducer", "core.pager", "core.precision"),
     ("core.runtime",),

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from .. import errors
 from ..errors import RankMismatchError, ZeroError
 from .arena import Parts
 from .mesh import Group, Mesh, beside, drop_groups
@@ -275,10 +276,10 @@ class Comm:
     def failed(self, error: Exception, what: str) -> ZeroError:
         """The error to raise when a wait broke: the verdict of the watch on any rank, or that a rank is gone."""
         verdict = WATCH.verdict(self.number) if self.watched else None
-        self.broken = verdict or f"{what} failed: {str(error).splitlines()[0][:200]}"
+        self.broken = verdict[1] if verdict else f"{what} failed: {str(error).splitlines()[0][:200]}"
         drop_groups()
         if verdict is not None:
-            return RankMismatchError(verdict)
+            return getattr(errors, verdict[0], ZeroError)(verdict[1])
         return ZeroError(
             f"rank {self.mesh.world.rank}: {what} failed, because another rank ended or closed its connection, or the process "
             f"group's time limit passed. Last here: {self.last_event()}. Look at the other ranks' own errors first. ({self.broken})"
@@ -288,9 +289,17 @@ class Comm:
         """Ranks disagree: nothing may be launched any more, here or elsewhere."""
         self.broken = text
         if self.watched:
-            WATCH.tell(self.number, text)
+            WATCH.tell(self.number, RankMismatchError.__name__, text)
         drop_groups()
         return RankMismatchError(text)
+
+    def tell(self, error: ZeroError) -> bool:
+        """This rank has met an error of its own: the others raise it where they wait for this one; see control.spread."""
+        if not self.watched or self.broken is not None:
+            return False
+        self.broken = str(error)
+        drop_groups()
+        return WATCH.tell(self.number, type(error).__name__, f"rank {self.mesh.world.rank}: {error}")
 
     def sever(self) -> None:
         """Close this rank's connections, so that a blocked wait ends: a receive that times out does just that."""

@@ -86,6 +86,7 @@ class Flat:
         self.bucket_slot: Slot | None = None
         self.filled: set[int] = set()
         self.grad: list[Tensor] | None = None  # reduced, this rank's part of each piece
+        self.grad_slot: Slot | None = None  # where it rests, if that is not the bucket
         self.has_grad: set[int] = set()  # parameters with a gradient on this rank since zero_grad
         # Unsharded 16-bit gradients rest in param_dtype; fp16 ones keep their loss scale, or small values would vanish.
         stored = self.param_dtype if not residency.shards_gradients else self.grad_dtype
@@ -250,7 +251,7 @@ class Flat:
             return
         if self.grad is not None and self._rests_in_bucket(self.grad):
             # The reduced gradient of an earlier backward is in this rank's own part: it needs a place of its own now.
-            moved = self._divided(arena.allocate(self.layout.shard_numel, _accumulating(self.grad_dtype), "gradients"))
+            moved = self._grad_memory(arena, _accumulating(self.grad_dtype))
             for new, old in zip(moved, self.grad, strict=True):
                 new.copy_(old)
             self.grad = moved
@@ -276,7 +277,11 @@ class Flat:
         """Where the first reduced gradient after zero_grad goes; one that was added up in fp32 is not rounded again."""
         if self.persistent is not None and (not promoted or self.grad_dtype == self.param_dtype):
             return [parts[self.group.rank] for parts in self.persistent.parts]
-        return self._divided(arena.allocate(self.layout.shard_numel, self.grad_dtype, "gradients"))
+        return self._grad_memory(arena, self.grad_dtype)
+
+    def _grad_memory(self, arena: Arena, dtype: torch.dtype) -> list[Tensor]:
+        self.grad_slot = arena.take(self.layout.shard_numel, dtype, "gradients", self.unit.name)
+        return self._divided(self.grad_slot.tensor)
 
     def _divided(self, shard: Tensor) -> list[Tensor]:
         """A shard's parts of each piece."""
@@ -287,10 +292,10 @@ class Flat:
         return self.persistent is not None and same_memory(grad[0], self.persistent.parts[0][self.group.rank])
 
     def clear_grad(self, arena: Arena) -> None:
-        if self.grad is not None:
-            if not self._rests_in_bucket(self.grad):
-                arena.release(sum(g.nbytes for g in self.grad), "gradients")
-            self.grad = None
+        self.grad = None
+        slot, self.grad_slot = self.grad_slot, None
+        if slot is not None:
+            arena.give(slot)  # which waits while a tensor of the user's still sees it
         self.has_grad.clear()
 
 

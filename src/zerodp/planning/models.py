@@ -15,6 +15,7 @@ from torch import nn
 
 from ..config import Config, Precision
 from ..core import wrap
+from ..core.local import local_of
 from ..core.precision import by_dtypes
 from ..core.stages import Residency
 from ..core.wrap import ROOT
@@ -222,7 +223,7 @@ def of_plans(plans: Iterable[wrap.Plan], precision: Precision | None) -> tuple[U
         flats = []
         for (dtypes, trains), named in by_dtypes(plan.parameters, precision).items():
             compute, rest, gradient = (dtype.itemsize for dtype in dtypes)
-            flats.append(FlatSpec(tuple(p.numel() for _, p in named), compute, rest, gradient, trains))
+            flats.append(FlatSpec(tuple(local_of(p).numel() for _, p in named), compute, rest, gradient, trains))
         ignored = plan.residency if plan.name == wrap.IGNORED else None
         units.append(UnitSpec(plan.name, tuple(flats), ignored))
     return tuple(units)
