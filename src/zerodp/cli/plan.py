@@ -142,7 +142,7 @@ def model_of(given: dict[str, Any]) -> Any:
 def as_option(message: str) -> str:
     """The library's message in the words of the command line."""
     name, colon, rest = message.partition(":")
-    known = {f.name for f in dataclasses.fields(Setup)} | set(SHAPE)
+    known = {f.name for f in dataclasses.fields(Setup)} | {*SHAPE, "params"}
     return f"--{name.replace('_', '-')}{colon}{rest}" if name in known else message
 
 
