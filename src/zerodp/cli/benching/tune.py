@@ -9,11 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import importlib
 import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +23,7 @@ import zerodp
 from ...config import PRECISIONS, Config, bytes_of
 from ...core.access import runtime_of
 from ...errors import ZeroError
-from ..parser import Parser, UsageError, one_of, size, whole
+from ..parser import Parser, UsageError, function, look_up, one_of, size, whole
 from ..plan import stage_number
 from ..training.gpt import VOCABULARY
 from ..training.settings import Settings
@@ -59,7 +56,10 @@ def add_parser(group: argparse._SubParsersAction[Parser]) -> None:
     )
     ranks.add_options(parser)
     parser.add_argument(
-        "--model", metavar="MODULE:FUNCTION", help="what makes the model (default: the GPT of zerodp train)"
+        "--model",
+        type=function,
+        metavar="MODULE:FUNCTION",
+        help="what makes the model (default: the GPT of zerodp train)",
     )
     parser.add_argument(
         "--params", type=size, default=4_000_000, metavar="COUNT", help="parameters of the GPT (default 4M)"
@@ -85,31 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
     settings = {name: getattr(arguments, name) for name in names}
     try:
         settings["spare"] = None if arguments.spare is None else bytes_of("--spare", arguments.spare)
-        if arguments.model is not None:
-            function_of(arguments.model)
     except ZeroError as error:
         raise UsageError(str(error)) from None
     found = ranks.on_ranks("tune.measure", arguments, settings)
     if found is not None:
         print(json.dumps(found, indent=2) if arguments.json else text(found))
     return 0
-
-
-def function_of(name: str) -> Callable[[torch.device], Made]:
-    """
-    Raises:
-        UsageError: there is no such function.
-    """
-    module, colon, function = name.partition(":")
-    if not colon:
-        raise UsageError(f"--model: expected MODULE:FUNCTION, got {name!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Callable[[torch.device], Made] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"--model {name}: {error}") from None
-    return found
 
 
 def measure(device: torch.device, settings: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +179,7 @@ class Tuner:
             run_settings = Settings(params=settings["params"], context=settings["context"], batch=settings["batch"])
             model, optimizer = build(run_settings, self.device, **{"precision": None, **choices})
             return model, optimizer, self.gpt_step
-        model, optimizer, step = function_of(settings["model"])(self.device)
+        model, optimizer, step = look_up(settings["model"])(self.device)
         return *zerodp.shard(model, optimizer, **choices), step
 
     def gpt_step(self, model: Any, optimizer: Any) -> None:
