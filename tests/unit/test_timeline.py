@@ -243,6 +243,11 @@ def test_60b_gains_from_64_to_400_devices_only_as_the_batch_grows() -> None:
     assert all(rate <= first for _, _, rate in fixed[1:])
 
 
+def test_100b_runs_near_the_papers_rate() -> None:
+    """S23: the paper has 38 TFLOPS on each of 400 V100."""
+    assert 38e12 < scenarios.hundred_billion() < 45e12
+
+
 def test_stage_3_falls_behind_stage_2_as_links_slow() -> None:
     """Less and less is hidden; where the wire is all, it sends half as much again."""
     found = list(scenarios.slowing_links())
