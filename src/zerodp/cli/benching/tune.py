@@ -172,7 +172,7 @@ class Tuner:
 
     def build(self, options: dict[str, int]) -> Made:
         settings = self.settings
-        choices: dict[str, Any] = {"stage": settings["stage"], "device": self.device, **options}
+        choices: dict[str, Any] = {"stage": settings["stage"], **options}
         if settings["precision"] is not None:
             choices["precision"] = settings["precision"]
         if settings["model"] is None:
@@ -180,7 +180,7 @@ class Tuner:
             model, optimizer = build(run_settings, self.device, **{"precision": None, **choices})
             return model, optimizer, self.gpt_step
         model, optimizer, step = look_up(settings["model"])(self.device)
-        return *zerodp.shard(model, optimizer, **choices), step
+        return *zerodp.shard(model, optimizer, device=self.device, **choices), step
 
     def gpt_step(self, model: Any, optimizer: Any) -> None:
         shape = (self.settings["batch"], self.settings["context"] + 1)
