@@ -92,7 +92,7 @@ def serve(task: str, given: str, result: str) -> None:
     def failed(error: Exception) -> None:
         path.with_name(f"rank{rank}.error").write_text(f"{type(error).__name__}: {error}")
 
-    found = call(task, *json.loads(given), failed)
+    found = call(task, *json.loads(given), failed=failed)
     if rank == "0":
         path.write_text(json.dumps(found))
 
