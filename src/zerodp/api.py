@@ -75,7 +75,7 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     device = _device(settings, mesh.device_type, model)
     if settings.stage == AUTO:
         plans = automatic.choose(model, optimizer, plans, settings, device, comm)
-    return _assemble(model, optimizer, settings, plans, source, comm, device, blocks)
+    return assemble(model, optimizer, settings, plans, source, comm, Arena(device), blocks)
 
 
 def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
@@ -171,17 +171,17 @@ def _compare(everyone: list[list[str]]) -> None:
             raise RankMismatchError(f"shard() was called differently: rank 0 has {a}; rank {rank} has {b}")
 
 
-def _assemble(
+def assemble(
     model: nn.Module,
     optimizer: Any,
     config: Config,
     plans: list[wrap.Plan],
     source: Source,
     comm: Comm,
-    device: torch.device,
-    blocks: Blocks | None,
+    arena: Arena,
+    blocks: Blocks | None = None,
 ) -> tuple[Any, Any]:
-    arena = Arena(device)
+    """Everything after the checks: what `shard` returns, over these ranks and in this memory."""
     scaler = LossScaler(config.precision)
     reducer = Reducer(
         arena, comm, config.reduction == "mean", config.precision.reduce_dtype if config.precision else None

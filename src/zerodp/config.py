@@ -77,7 +77,7 @@ def bytes_of(name: str, value: Any) -> int:
     """An int, or text such as ``"4GB"`` (10^9) or ``"4GiB"`` (2^30), in bytes."""
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if found and found[2].upper() in BYTE_UNITS:
+        if found and found[2].upper() in BYTE_UNITS and len(found[1]) <= 30:
             return int(float(found[1]) * BYTE_UNITS[found[2].upper()])
         raise ConfigError(f'{name}: expected a number of bytes such as 1000000, "500MB" or "4GiB", got {value!r}')
     whole(name, value, least=0)

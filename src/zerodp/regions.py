@@ -8,7 +8,7 @@ was needed; it is filled from both ends, so that two kinds of things with lives 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ class Space:
 class Region:
     """Memory of one device for things that live about equally long."""
 
-    def __init__(self, device: torch.device, pinned: bool = False) -> None:
-        self.device, self.pinned = device, pinned
+    def __init__(self, empty: Callable[[int, torch.dtype], Tensor]) -> None:
+        self.empty = empty  # makes its blocks
         self.firsts: list[Space] = []  # of each block
         self.idle: dict[tuple[int, bool], list[Space]] = {}  # by size and end
         self.whole = False  # one block serves all, or did until it was too small
@@ -113,8 +113,7 @@ class Region:
         return [self._allocate(size)]
 
     def _allocate(self, size: int) -> Space:
-        with torch.inference_mode(False):  # or training could not use it later
-            block = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+        block = self.empty(size, torch.uint8)
         self.reserved += size
         self.allocations += 1
         self.begins = None

@@ -14,6 +14,10 @@ from zerodp.regions import ALIGN, Region, Space
 CPU = torch.device("cpu")
 
 
+def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
 def spans(region: Region) -> list[tuple[int, int, bool]]:
     """(start, stop, idle) of every space, by address; each block is covered without gaps."""
     found = []
@@ -61,7 +65,7 @@ def test_random_use_never_overlaps(seed: int) -> None:
 
 
 def test_blocks_become_one_of_the_size_that_was_needed() -> None:
-    region = Region(CPU)
+    region = Region(empty)
     first = [region.take(4 * ALIGN, top=False) for _ in range(3)]
     assert (region.reserved, region.allocations) == (12 * ALIGN, 3)
     region.give(first[0])
@@ -81,7 +85,7 @@ def test_blocks_become_one_of_the_size_that_was_needed() -> None:
 
 
 def test_the_one_block_grows_to_what_is_needed() -> None:
-    region = Region(CPU)
+    region = Region(empty)
     for count in (2, 2, 3, 3):
         spaces = [region.take(4 * ALIGN, top=False) for _ in range(count)]
         for space in spaces:
@@ -97,7 +101,7 @@ def test_the_one_block_grows_to_what_is_needed() -> None:
 
 def test_holes_make_it_larger_until_there_is_room() -> None:
     """Requests find no hole though enough is free: the next block is a part larger, until it has room beside the holes."""
-    region = Region(CPU)
+    region = Region(empty)
 
     def step() -> None:
         small = [region.take(4 * ALIGN, top=False) for _ in range(10)]

@@ -19,6 +19,22 @@ STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", 
 KINDS = (*STATES, "unsharded", "buckets", "activations")
 LONG = ("activations", "gradients")  # kinds whose slots outlive many others
 TOP = ("buckets", "gradients")  # of the two kinds that share a region, the one that fills it from above
+FEW_RANKS = 64
+
+
+class Parts(dict[int, Tensor]):
+    """Each rank's equal part of a piece [size * n]. Of many ranks only this one's view is kept: thousands would cost more than
+    the collective, and most are never asked for."""
+
+    def __init__(self, piece: Tensor, size: int, rank: int) -> None:
+        self.piece, self.numel = piece, piece.numel() // size
+        if size <= FEW_RANKS:
+            self.update(enumerate(piece.view(size, -1).unbind()))
+        else:
+            self[rank] = self[rank]
+
+    def __missing__(self, rank: int) -> Tensor:
+        return self.piece[rank * self.numel : (rank + 1) * self.numel]
 
 
 class Slot:
@@ -66,14 +82,19 @@ class Arena:
     """Slots and the ledger of one sharded model on one device."""
 
     def __init__(self, device: torch.device, pinned: bool = False) -> None:
-        self.device = device
-        short, long = Region(device, pinned), Region(device, pinned)
+        self.device, self.pin = device, pinned
+        short, long = Region(self.empty), Region(self.empty)
         self.regions = {kind: long if kind in LONG else short for kind in KINDS}
         self.both = (short, long)
         self.limbo: list[Slot] = []
         self.now = dict.fromkeys(KINDS, 0)
         self.peak = dict.fromkeys(KINDS, 0)
         self.total = self.total_peak = 0
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Fresh memory that no ledger knows of."""
+        with torch.inference_mode(False):  # or training could not use it later
+            return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pin)
 
     # ---- slots: what comes and goes
 
@@ -137,8 +158,7 @@ class Arena:
     # ---- what stays
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
-        with torch.inference_mode(False):
-            tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        tensor = self.empty(numel, dtype)
         self.add(kind, tensor.nbytes)
         return tensor
 

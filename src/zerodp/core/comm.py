@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 
 from .. import errors
 from ..errors import RankMismatchError, ZeroError
+from .arena import Parts
 from .mesh import Group, Mesh, beside, drop_groups
 from .watch import WATCH
 
@@ -131,7 +132,7 @@ class Comm:
         out: Tensor,
         group: Group,
         unit: str,
-        parts: Sequence[Tensor] | None = None,
+        parts: Parts | None = None,
         op: str = "all_gather",
         count: int = 1,
     ) -> Handle:
@@ -142,8 +143,7 @@ class Comm:
         if group.size == 1:
             return Handle(self, (), group, GATHER, unit)
         n = out.numel() // group.size
-        if parts is None:
-            parts = out.view(group.size, n).unbind()
+        parts = Parts(out, group.size, group.rank) if parts is None else parts
         self.count(op, unit, out.dtype, n * (group.size - 1), count)
         what = f"the gather of unit {unit!r}"
         pg = self._lane(group, GATHER, what)
@@ -173,7 +173,7 @@ class Comm:
         receive: list[Tensor],
         group: Group,
         unit: str,
-        parts: Sequence[Tensor] | None = None,
+        parts: Parts | None = None,
         op: str = "reduce_scatter",
     ) -> Handle:
         """Send each rank its part of `bucket` [size * n]. The result is a list of [n] whose sum, in that order, is this rank's.
@@ -182,10 +182,9 @@ class Comm:
         `bucket`, where the caller has them.
         """
         n = bucket.numel() // group.size
-        if parts is None:
-            parts = bucket.view(group.size, n).unbind()
+        parts = Parts(bucket, group.size, group.rank) if parts is None else parts
         if group.size == 1:
-            return Handle(self, (), group, REDUCE, unit, parts)
+            return Handle(self, (), group, REDUCE, unit, [parts[0]])
         self.count(op, unit, bucket.dtype, n * (group.size - 1), 1)
         what = f"the reduction of unit {unit!r}"
         pg = self._lane(group, REDUCE, what)
