@@ -88,7 +88,6 @@ class Rehearsal:
         self.comm = SimpleNamespace(broken=None)
         self.control = SimpleNamespace(require=lambda *_: None)
         self.reducer = SimpleNamespace(launch=lambda _: None)
-        self.arena = SimpleNamespace(drop_idle=lambda: None)
 
     def event(self, kind: str, unit: Any) -> None:
         phase = self.passes[-1].phase if self.passes else "idle"
