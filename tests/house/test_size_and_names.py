@@ -25,6 +25,7 @@ PUBLIC = {
     "ShardedOptimizer",
     "Stats",
     "StorageError",
+    "TiledLinear",
     "ZeroError",
     "activation_checkpoint",
     "apply_activation_checkpointing",
@@ -41,7 +42,9 @@ PUBLIC = {
     "plan",
     "shard",
     "stats",
+    "tile_linears",
     "unshard",
+    "untile_linears",
 }
 
 
