@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import links
+from . import disk, links
 
-MEASUREMENTS = (links,)
+MEASUREMENTS = (links, disk)
