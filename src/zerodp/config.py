@@ -40,6 +40,8 @@ RENAMED = {
     "reduce_bucket_size": "bucket_bytes", "allgather_bucket_size": "bucket_bytes", "bucket_cap_mb": "bucket_bytes",
     "stage3_max_live_parameters": "unsharded_bytes", "stage3_prefetch_bucket_size": "prefetch",
     "stage3_param_persistence_threshold": "ignore_below", "forward_prefetch": "prefetch", "offload_policy": "offload",
+    "cpu_offload": "offload", "offload_optimizer": "offload", "offload_optimizer_device": "offload", "offload_param": "offload",
+    "offload_params": "offload", "offload_param_device": "offload", "nvme_path": "offload", "cpu_offload_params": "offload",
     "fp16": "precision", "bf16": "precision", "param_init_fn": "weights",
     "gradient_clipping": "optimizer.clip_grad_norm_(max_norm)", "gradient_cliping": "optimizer.clip_grad_norm_(max_norm)",
     "gradient_accumulation_steps": "several backward passes before optimizer.step()",
@@ -142,6 +144,10 @@ class Precision:
 
 
 PLACES = ("device", "host", "disk")
+DELAYED_AFTER = 40  # steps, as in the ZeRO-Offload paper
+PIECE_BYTES = (
+    4 * 2**20
+)  # of one rank's part of a collective, where states move piece by piece through buffers of that size
 PRECISIONS = {
     "fp32": Precision(torch.float32),
     "bf16": Precision(torch.bfloat16),
@@ -151,27 +157,49 @@ PRECISIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What rests off the device, and where.
+    """What rests off the device, and where: each ``"device"``, ``"host"`` or ``"disk"``.
 
     Args:
+        optimizer: masters, optimizer states and, where they are sharded, reduced gradients; the optimizer steps in host memory then.
+        params: what gathers copy this rank's part of the parameters from, in the dtype of compute; in stage 3.
         activations: where the inputs of checkpointed blocks rest: ``"device"``, ``"host"`` or ``"disk"``.
         path: folder for the file of ``"disk"``; ``None`` = the system's folder for temporary files.
-        host_bytes: host memory to use before the disk (int or text such as ``"4GB"``); ``None`` = only what is on its way.
+        delayed_update: the optimizer on the host updates beside the next forward and backward pass, which still compute with the parameters
+            before it. ``True`` = after 40 ordinary steps; a number = after so many.
+        fraction: the share of the elements whose optimizer states leave the device, above 0 and at most 1.
+        host_bytes: host memory that may be filled, in bytes (int or text such as ``"4GB"``); the rest goes to disk. ``None`` = of model
+            states all that ``"host"`` asks for, of activations on disk only what is on its way.
 
     Raises:
         ConfigError: a place or number outside its range.
     """
 
+    optimizer: str = "device"
+    params: str = "device"
     activations: str = "device"
     path: str | None = None
+    delayed_update: bool | int = False
+    fraction: float = 1.0
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.activations not in PLACES:
-            near = difflib.get_close_matches(str(self.activations), PLACES, 1)
+        for name in ("optimizer", "params", "activations"):
+            place = getattr(self, name)
+            if place not in PLACES:
+                near = difflib.get_close_matches(str(place), PLACES, 1)
+                raise ConfigError(
+                    f"offload: {name}: expected one of {', '.join(map(repr, PLACES))}, got {place!r}"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+        number("Offload.fraction", self.fraction, above=0)
+        if self.fraction > 1:
+            raise ConfigError(f"Offload.fraction: a share is at most 1.0, got {self.fraction!r}")
+        if not isinstance(self.delayed_update, bool):
+            whole("Offload.delayed_update", self.delayed_update, least=1)
+        if self.delayed_update and (self.optimizer != "host" or self.host_bytes is not None):
             raise ConfigError(
-                f"offload: expected one of {', '.join(map(repr, PLACES))}, got {self.activations!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
+                'Offload.delayed_update: the update runs beside the next pass where the optimizer rests on the host, optimizer="host" without '
+                "host_bytes=; to and from disk the step's own transfers overlap already"
             )
         if self.path is not None:
             if not isinstance(self.path, (str, os.PathLike)):
@@ -179,6 +207,18 @@ class Offload:
             object.__setattr__(self, "path", os.fspath(self.path))
         if self.host_bytes is not None:
             object.__setattr__(self, "host_bytes", bytes_of("Offload.host_bytes", self.host_bytes))
+
+    @property
+    def moves_states(self) -> bool:
+        """Whether model states rest anywhere but on the device."""
+        return self.optimizer != "device" or self.params != "device"
+
+    @property
+    def warm_up_steps(self) -> int | None:
+        """Ordinary steps before updates are delayed; None = they never are."""
+        if self.delayed_update is False:
+            return None
+        return DELAYED_AFTER if self.delayed_update is True else self.delayed_update
 
 
 @dataclass(frozen=True)
@@ -192,6 +232,7 @@ class Config:
     ignore_below: int = 0
     precision: Precision | None = None
     device: torch.device | None = None
+    offload: Offload = Offload()
     reduction: str = "mean"
     exact: bool | None = None
     unsharded_bytes: int = 0
@@ -204,6 +245,7 @@ class Config:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen: normal forms are set once, here)
         put("stage", _stage(self.stage))
         put("precision", _precision(self.precision))
+        put("offload", _offload(self.offload))
         put("ignore", _patterns("ignore", self.ignore))
         put("unsharded_bytes", bytes_of("unsharded_bytes", self.unsharded_bytes))
         if self.bucket_bytes is not None:
@@ -224,9 +266,12 @@ class Config:
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise ConfigError(f"{name}: expected True or False, got {value!r}")
 
-    def bucket_bytes_on(self, backend: str) -> int:
-        """Most bytes in one collective."""
-        return self.bucket_bytes or (64 * 2**20 if backend == "gloo" else 512 * 2**20)
+    def bucket_bytes_on(self, backend: str, ranks: int) -> int:
+        """Most bytes in one collective over so many ranks."""
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
+        most = 64 * 2**20 if backend == "gloo" else 512 * 2**20
+        return min(most, ranks * PIECE_BYTES) if self.offload.moves_states else most
 
     @classmethod
     def of(cls, config: Config | None, options: Mapping[str, Any]) -> Config:
@@ -276,6 +321,14 @@ def _precision(value: Any) -> Precision | None:
         f"precision: expected one of {list(PRECISIONS)} or zerodp.Precision(...), got {value!r}"
         + (f"; did you mean {near[0]!r}?" if near else "")
     )
+
+
+def _offload(value: Any) -> Offload:
+    if value is None or isinstance(value, Offload):
+        return value or Offload()
+    if isinstance(value, str):
+        return Offload(optimizer=value)
+    raise ConfigError(f"offload: expected 'host' or zerodp.Offload(...), got {value!r}")
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ShardedError
+from ..offload import stepping
+from ..offload.home import Home
 from . import norms, optimizer_state
 from .control import Control, Kind
 from .layout import Segment
@@ -52,8 +54,8 @@ class SegmentParameter(nn.Parameter):
 class Engine:
     """What a `ShardedOptimizer` has beside what its own class has."""
 
-    def __init__(self, runtime: Runtime, scaler: LossScaler) -> None:
-        self.runtime, self.scaler = runtime, scaler
+    def __init__(self, runtime: Runtime, scaler: LossScaler, state: dict[Any, dict[str, Any]]) -> None:
+        self.runtime, self.scaler, self.state = runtime, scaler, state
         self.segments: dict[tuple[Flat, int], list[SegmentParameter]] = {}  # (flat, parameter) -> its segments here
         self.skipped_steps = 0
         self.last_step_skipped = False
@@ -67,21 +69,15 @@ class Engine:
         if (flat, index) not in self.segments:
             made = []
             for segment in (s for s in flat.segments if s.index == index):
-                piece = flat.shard[segment.piece]
-                one = SegmentParameter(piece[segment.offset : segment.offset + segment.numel], requires_grad=False)
+                home = flat.homes[segment.piece]
+                one = SegmentParameter(home.view(segment), requires_grad=False)
                 one.flat, one.segment, one.engine = flat, segment, self
-                one.requires_grad_(piece.is_floating_point() and flat.parameters[index].requires_grad)
+                one.requires_grad_(flat.shard_dtype.is_floating_point and flat.parameters[index].requires_grad)
+                home.attach(one, self.state)
                 made.append(one)
             self.segments[(flat, index)] = made
             flat.optimized = True
         return self.segments[(flat, index)]
-
-    def give_master(self, flat: Flat) -> None:
-        """An fp32 master for 16-bit shards that begin to train."""
-        flat.widen_shard(self.runtime.arena, torch.float32)
-        for index in range(len(flat.parameters)):
-            for one in self.segments.get((flat, index), ()):
-                one.data = flat.shard[one.segment.piece][one.segment.offset : one.segment.offset + one.segment.numel]
 
     def __iter__(self) -> Iterator[SegmentParameter]:
         return (segment for segments in self.segments.values() for segment in segments)
@@ -216,68 +212,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Give every segment whose parameter has a gradient on any rank its part, and let the optimizer's own step run."""
         engine = self._zerodp
         with_gradient = engine.runtime.control.with_gradient(rows)
-        casts = []
+        chosen: dict[Home, list[SegmentParameter]] = {}
         for flat in engine.runtime.flats():
             if with_gradient[flat] and flat.shard_dtype in LOW and flat.optimized:
-                engine.give_master(flat)  # it was frozen until now
-            for index in range(len(flat.parameters)):
+                flat.widen_shard(torch.float32)  # it was frozen until now
+            for index in with_gradient[flat] if flat.grad is not None else ():
                 for segment in engine.segments.get((flat, index), ()):
-                    segment.grad = None
-                    if flat.grad is not None and index in with_gradient[flat]:
-                        part = norms.part(flat, segment.segment)
-                        if part.dtype == segment.dtype and flat.grad_scale == 1.0:
-                            segment.grad = part
-                        else:
-                            casts.append((flat, segment, part))
+                    chosen.setdefault(flat.homes[segment.segment.piece], []).append(segment)
             flat.stale = bool(with_gradient[flat]) and flat.optimized
-        try:
-            if casts:
-                self._step_in_windows(casts)
-            else:
-                self._own_step()
-        finally:
-            for segment in engine:
-                segment.grad = None  # or it would be taken for the next gradient, and keep this one's memory
-
-    def _own_step(self) -> None:
-        self._zerodp.stepping = True
-        try:
-            super().step()
-        finally:
-            self._zerodp.stepping = False
-
-    def _step_in_windows(self, casts: list[tuple[Flat, SegmentParameter, Tensor]]) -> None:
-        """Gradients that rest in another dtype are cast for one flat at a time, so that no full-size copy appears.
-
-        Every window sees the groups' own settings as before the step, so it counts as one step for the optimizer too.
-        """
-        engine = self._zerodp
-        all_params = [group["params"] for group in self.param_groups]
-        before = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        windows: list[Flat | None] = list(dict.fromkeys(flat for flat, _, _ in casts))
-        plain = [s for s in engine if s.grad is not None]
-        if plain:
-            windows.append(None)
-        try:
-            for window in windows:
-                mine = set(map(id, plain)) if window is None else set()
-                slots = []
-                for flat, segment, part in casts:
-                    if flat is window:
-                        slot = engine.runtime.arena.take(part.numel(), segment.dtype, "buckets", flat.unit.name)
-                        slots.append((slot, segment))
-                        segment.grad = slot.tensor.copy_(part).div_(flat.grad_scale)
-                        mine.add(id(segment))
-                for group, params, settings in zip(self.param_groups, all_params, before, strict=True):
-                    group.update(settings)
-                    group["params"] = [p for p in params if id(p) in mine]
-                self._own_step()
-                for slot, segment in slots:
-                    segment.grad = None
-                    engine.runtime.arena.give(slot)
-        finally:
-            for group, params in zip(self.param_groups, all_params, strict=True):
-                group["params"] = params
+        stepping.step(self, chosen)
 
     # ---- torch.amp.GradScaler
 

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..config import Config
 from ..errors import ShardedError
+from ..offload.home import MASTER, walk
 from .arena import Arena
 from .comm import Comm
 from .control import Control, Kind
@@ -32,6 +33,10 @@ from .unit import Flat, Unit
 ROOT = "(root)"
 RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()  # in the order of shard()
 TRACE_LENGTH = 100_000
+
+
+if TYPE_CHECKING:
+    from ..offload.places import Places
 
 
 class Event(NamedTuple):
@@ -78,6 +83,7 @@ class Runtime:
         self.rearm: Callable[[], None]  # hangs lost gradient hooks again
         self.hooks: list[Any] = []  # handles that undo the module hooks
         self.optimizer: Any = None
+        self.places: Places  # which tier each piece rests in
         self.control = Control(self, comm, config.check)
         comm.last_event = self.last_event
 
@@ -359,6 +365,15 @@ class Runtime:
     def stepped(self) -> None:
         self.refresh()
         self.event("step", None)
+
+    def changed(self) -> None:
+        """The masters have other values, on all ranks: forward computes with these from here on."""
+        homes = (home for flat in self.flats() for home in flat.homes if not home.source.is_master)
+        for home in walk(homes, (MASTER,)):
+            home.source.publish()
+        for flat in self.flats():
+            flat.stale = True
+        self.refresh()
 
     def refresh(self) -> None:
         """The shards have new values: what was gathered is old, and whole parameters are fetched at once, in order."""

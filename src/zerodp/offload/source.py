@@ -1,0 +1,110 @@
+"""What gathers copy this rank's part of a page from: the master itself, or a copy in the dtype of compute, here or in another tier."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..tiers import Tier
+from ..tiers.host import HostTier
+
+if TYPE_CHECKING:
+    from .home import Home
+    from .places import Link
+
+
+class Source:
+    """The master itself."""
+
+    home: Home  # of the same piece
+    is_master = True
+
+    @property
+    def is_page(self) -> bool:
+        """Whether it lies on the device in the dtype of compute, so that with one rank to a shard it is the page."""
+        flat = self.home.flat
+        return self.home.place == "device" and flat.param_dtype == flat.shard_dtype
+
+    def take(self, values: Tensor) -> None:
+        """Keep the first values, on the device in the dtype of the master."""
+
+    def fetch(self, out: Tensor) -> None:
+        """This rank's part into `out` [numel], at its place in the page."""
+        self.home.read(out)
+
+    def ahead(self) -> None:
+        """`fetch` comes soon."""
+
+    def publish(self) -> None:
+        """The master, which is live, has new values."""
+
+
+class Beside(Source):
+    """A copy in the dtype of compute on the device: the rank's own part of the whole parameters, where those stay here."""
+
+    is_page, is_master = True, False
+    values: Tensor
+
+    def __init__(self, host: HostTier, link: Link) -> None:
+        self.host, self.link = host, link
+
+    def take(self, values: Tensor) -> None:
+        flat = self.home.flat
+        if flat.full is not None:
+            self.values = flat.full.parts[self.home.piece][flat.group.rank]
+        else:
+            arena = flat.unit.runtime.arena
+            self.values = arena.allocate(self.home.numel, flat.param_dtype, "parameters").copy_(values)
+
+    def fetch(self, out: Tensor) -> None:
+        if out.data_ptr() != self.values.data_ptr():
+            out.copy_(self.values)
+
+    def publish(self) -> None:
+        master = self.home.flat.master[self.home.piece]
+        if self.values.device == master.device:
+            self.values.copy_(master)
+        else:  # cast on the host, so that fewer bytes cross the link, and sent while the next piece is updated
+            slot = self.host.space(self.home.numel, self.values.dtype, "buckets", self.home.name)
+            slot.tensor.copy_(master)
+            self.host.fetch(slot, self.values).wait()
+            self.host.free(slot)
+        self.link.back += self.values.nbytes
+
+
+class Kept(Source):
+    """A copy in the dtype of compute in another tier. Every rank fetches its own part only, so all links are used at once."""
+
+    is_page = is_master = False
+
+    def __init__(self, tier: Tier, live: bool, host: HostTier, link: Link) -> None:
+        self.tier, self.live, self.host, self.link = tier, live, host, link
+        self.ticket: Any = None
+
+    def take(self, values: Tensor) -> None:
+        self.ticket = self.tier.put(values.to(self.home.flat.param_dtype), "parameters", self.home.name)
+        if values.device.type != "cpu":
+            self.host.synchronize()
+
+    def fetch(self, out: Tensor) -> None:
+        self.tier.fetch(self.ticket, out).wait()
+        self.link.back += out.nbytes
+
+    def ahead(self) -> None:
+        self.tier.ahead(self.ticket)
+
+    def publish(self) -> None:
+        master = self.home.flat.master[self.home.piece]
+        if self.live:
+            self.host.synchronize()  # a fetch may still read the old values
+            opened = self.tier.open(self.ticket)
+            opened.wait().copy_(master)
+            opened.close(True)
+        else:
+            slot = self.host.space(self.home.numel, self.home.flat.param_dtype, "buckets", self.home.name)
+            slot.tensor.copy_(master)
+            self.tier.write_back(self.ticket, slot.tensor)
+            self.host.free(slot)
+        if self.home.place == "device":
+            self.link.out += master.numel() * self.home.flat.param_dtype.itemsize

@@ -1,0 +1,107 @@
+"""The optimizer's own step over this rank's segments, in windows: all that lies ready at once, the rest home by home.
+
+A window brings what rests elsewhere, gives gradients the dtype of the master, steps, and hands the new values to what gathers copy
+from. Settings are the groups' own in every window, so that all windows together count as one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..core.norms import part
+from ..core.parameter import set_grad
+from .home import GRADIENT, MASTER, STATES, Home, windows
+
+if TYPE_CHECKING:
+    from ..core.arena import Slot
+    from ..core.optimizer import SegmentParameter, ShardedOptimizer
+
+WINDOW_NUMEL = 2**19  # elements of small pieces that share a window; where more lie in one piece they are its window
+OWN = ("param_groups", "state")
+
+
+def step(optimizer: ShardedOptimizer, chosen: Mapping[Home, Sequence[SegmentParameter]]) -> None:
+    """One step over these segments, each of which has a reduced gradient. The others are left alone."""
+    ready: list[SegmentParameter] = []
+    rest: list[Home] = []
+    for home, segments in chosen.items():
+        if home.place == "device" and home.source.is_master and all(_fits(one) for one in segments):
+            ready += segments
+        else:
+            rest.append(home)
+    update = Update(optimizer)
+    for one in ready:
+        set_grad(one, part(one.flat, one.segment))
+    update.step(ready)
+    for window in windows(rest, (MASTER, GRADIENT, STATES), (MASTER, STATES), WINDOW_NUMEL):
+        slots = [slot for home in window for slot in _give(chosen[home])]
+        update.step([one for home in window for one in chosen[home]])
+        for home, slot in slots:
+            home.arena.give(slot)
+        for home in window:
+            home.source.publish()
+    update.conclude()
+
+
+def _fits(one: SegmentParameter) -> bool:
+    """Whether the optimizer can take the gradient as it rests."""
+    assert one.flat.grad is not None
+    rests = one.flat.grad[one.segment.piece]
+    return rests.dtype == one.dtype and rests.device == one.device and one.flat.grad_scale == 1.0
+
+
+def _give(segments: Iterable[SegmentParameter]) -> Iterator[tuple[Home, Slot]]:
+    """Their gradients, cast for this window only, so that no full-size copy appears."""
+    for one in segments:
+        gradient = part(one.flat, one.segment)
+        if _fits(one):
+            set_grad(one, gradient)
+        else:
+            home = one.flat.homes[one.segment.piece]
+            slot = home.arena.take(gradient.numel(), one.dtype, "buckets", home.name)
+            set_grad(one, slot.tensor.copy_(gradient).div_(one.flat.grad_scale))
+            yield home, slot
+
+
+class Update:
+    """One step of an optimizer in as many calls of its own `step` as it takes.
+
+    Each runs on a stand-in, an object of the same class with the same state, whose groups hold the window's segments only.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
+        self.before = dict(optimizer.__dict__)
+        self.groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        self.group_of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.last: Any = None
+
+    def step(self, segments: Sequence[SegmentParameter]) -> None:
+        optimizer, engine = self.optimizer, self.optimizer._zerodp
+        stand_in = object.__new__(type(optimizer))
+        stand_in.__dict__.update(self.before)
+        stand_in.param_groups = [{"params": [], **settings} for settings in self.groups]
+        for one in segments:
+            if id(one) in self.group_of:
+                stand_in.param_groups[self.group_of[id(one)]]["params"].append(one)
+        engine.stepping = True
+        try:
+            type(optimizer).__mro__[2].step(stand_in)  # type: ignore[attr-defined]
+        finally:
+            engine.stepping = False
+            for one in segments:
+                set_grad(one, None)  # or it would be taken for the next gradient, and keep this one's memory
+        self.last = stand_in
+
+    def conclude(self) -> None:
+        """What a step changes in the optimizer itself, settings and counters of its own, is kept once."""
+        if self.last is not None:
+            changed = {k: v for k, v in self.last.__dict__.items() if v is not self.before.get(k) and k not in OWN}
+            self.optimizer.__dict__.update(changed)
+            for group, before, after in zip(
+                self.optimizer.param_groups, self.groups, self.last.param_groups, strict=False
+            ):
+                group.update({k: v for k, v in after.items() if k != "params" and v is not before.get(k)})
