@@ -60,8 +60,8 @@ class Slot:
 class Arena:
     """Slots and the ledger of one sharded model on one device."""
 
-    def __init__(self, device: torch.device, pinned: bool = False) -> None:
-        self.device, self.pin = device, pinned
+    def __init__(self, device: torch.device, pinned: bool = False, align: int = 1) -> None:
+        self.device, self.pin, self.align = device, pinned, align  # align: bytes, of the addresses of slots
         self.idle: dict[int, list[Slot]] = {}  # by size
         self.limbo: list[Slot] = []
         self.reserved = self.lent = self.lent_peak = 0
@@ -84,10 +84,18 @@ class Arena:
         if slot is None:
             self._trim(needed)
             with torch.inference_mode(False):  # or training could not use it later
-                slot = Slot(torch.empty(needed, dtype=torch.uint8, device=self.device, pin_memory=self.pin))
+                slot = Slot(self._buffer(needed))
             self.reserved += needed
         self.add(kind, needed)
         return slot.lend(numel, dtype, kind, label)
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device, pin_memory=self.pin)
+        if buffer.data_ptr() % self.align:  # pinned memory begins on a page; other memory may not
+            buffer = torch.empty(nbytes + self.align, dtype=torch.uint8, device=self.device, pin_memory=self.pin)
+            start = -buffer.data_ptr() % self.align
+            buffer = buffer[start : start + nbytes]
+        return buffer
 
     def _fitting(self, needed: int) -> Slot | None:
         """The smallest idle buffer that is large enough and not much larger."""
