@@ -15,7 +15,7 @@ from .boxes import Box, boxes, contiguous_strides, view
 
 
 class SegmentTensor:
-    """A tensor of `shape`, and this rank's `segments` of it: (start, values [numel]) in memory order; values may be `Resting`.
+    """A tensor of `shape`, and this rank's `segments` of it: (start, values [numel]) in memory order; values may be `Unread`.
 
     They are segments of a dense block of it that begins at `origin` and has `sizes` and `strides`; by default it is all of it.
 

@@ -134,6 +134,9 @@ class Home:
         assert self.flat.grad is not None
         _multiply(self.flat.grad[self.piece], factor, _spans(segments))
 
+    def uses(self, gradient: Tensor) -> None:
+        """The optimizer takes this part of it."""
+
     # ---- what `walk` does
 
     def begin(self, kinds: tuple[str, ...]) -> None:
@@ -251,6 +254,10 @@ class Elsewhere(Home):
 
     @contextlib.contextmanager
     def summing(self, fresh: bool) -> Iterator[Tensor]:
+        assert self.flat.grad is not None
+        if GRADIENT not in self.tickets:  # whole gradients stay on the device, and this rank's part of them with them
+            yield self.flat.grad[self.piece]
+            return
         if self.sums_in_place:
             yield self.shown[GRADIENT]
         else:
@@ -266,10 +273,14 @@ class Elsewhere(Home):
         self.link.out += self.numel * self.flat.grad_dtype.itemsize
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
-        if self.live:
+        if self.live or GRADIENT not in self.tickets:
             super().scale_gradient(factor, segments)
         else:
             self.factors.append((factor, _spans(segments)))  # on its next way through memory: a pass over the disk less
+
+    def uses(self, gradient: Tensor) -> None:
+        if GRADIENT not in self.tickets:
+            self.link.out += gradient.nbytes
 
     def _scaled(self, gradient: Tensor) -> None:
         for factor, spans in self.factors:
@@ -279,8 +290,9 @@ class Elsewhere(Home):
 
     def begin(self, kinds: tuple[str, ...]) -> None:
         self.users += 1
-        if self.live and not self.sums_in_place:
-            self.tier.synchronize()  # gradients may still be on their way
+        if self.live:
+            for ticket in self.tickets.values():
+                self.tier.open(ticket).wait()  # gradients may still be on their way
         for name in self.tickets:
             if (name if name in LEDGER else STATES) in kinds and name not in self.opened:
                 self.opened[name] = self.tier.open(self.tickets[name])

@@ -33,7 +33,7 @@ class Reader:
             home.end(())
 
 
-class Resting:
+class Unread:
     """Elements [low, high) of a tensor that is live only while its home is."""
 
     def __init__(
@@ -44,9 +44,9 @@ class Resting:
     def numel(self) -> int:
         return self.high - self.low
 
-    def __getitem__(self, part: slice) -> Resting:
+    def __getitem__(self, part: slice) -> Unread:
         start, stop, _ = part.indices(self.numel())
-        return Resting(self.reader, self.home, self.kind, self.tensor, self.low + start, self.low + stop)
+        return Unread(self.reader, self.home, self.kind, self.tensor, self.low + start, self.low + stop)
 
     def read(self) -> Tensor:
         """Good until the next `read` of the same reader."""
@@ -73,7 +73,7 @@ class Parked:
 
 def read(value: Any) -> Any:
     """The value itself, if it is to be read."""
-    return value.read() if isinstance(value, (Resting, Parked)) else value
+    return value.read() if isinstance(value, (Unread, Parked)) else value
 
 
 def parked(home: Home, value: Any) -> Any:
@@ -89,14 +89,14 @@ def master_part(reader: Reader, segment: Any, home: Home) -> Any:
     low, high = segment.offset, segment.offset + segment.numel
     if home.live:
         return home.flat.master[home.piece][low:high]
-    return Resting(reader, home, MASTER, lambda: home.flat.master[home.piece], low, high)
+    return Unread(reader, home, MASTER, lambda: home.flat.master[home.piece], low, high)
 
 
 def state_part(reader: Reader, one: Any, key: str, home: Home) -> Any:
     """An elementwise entry of a segment's optimizer state."""
     if home.live:
         return home.state[one][key]
-    return Resting(reader, home, STATES, lambda: home.state[one][key], 0, one.segment.numel)
+    return Unread(reader, home, STATES, lambda: home.state[one][key], 0, one.segment.numel)
 
 
 def replace_masters(values: Iterable[tuple[Home, Any, Any]]) -> None:

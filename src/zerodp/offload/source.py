@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..tiers import Tier
@@ -66,7 +67,7 @@ class Beside(Source):
         if self.values.device == master.device:
             self.values.copy_(master)
         else:  # cast on the host, so that fewer bytes cross the link, and sent while the next piece is updated
-            slot = self.host.space(self.home.numel, self.values.dtype, "buckets", self.home.name)
+            slot = self.host.reserve(self.home.numel, self.values.dtype, "buckets", self.home.name)
             slot.tensor.copy_(master)
             self.host.fetch(slot, self.values).wait()
             self.host.free(slot)
@@ -85,7 +86,7 @@ class Kept(Source):
     def take(self, values: Tensor) -> None:
         self.ticket = self.tier.put(values.to(self.home.flat.param_dtype), "parameters", self.home.name)
         if values.device.type != "cpu":
-            self.host.synchronize()
+            torch.accelerator.synchronize(values.device)  # what they lie in is used again at once
 
     def fetch(self, out: Tensor) -> None:
         self.tier.fetch(self.ticket, out).wait()
@@ -97,12 +98,11 @@ class Kept(Source):
     def publish(self) -> None:
         master = self.home.flat.master[self.home.piece]
         if self.live:
-            self.host.synchronize()  # a fetch may still read the old values
-            opened = self.tier.open(self.ticket)
+            opened = self.tier.open(self.ticket)  # waits for fetches that still read the old values
             opened.wait().copy_(master)
             opened.close(True)
         else:
-            slot = self.host.space(self.home.numel, self.home.flat.param_dtype, "buckets", self.home.name)
+            slot = self.host.reserve(self.home.numel, self.home.flat.param_dtype, "buckets", self.home.name)
             slot.tensor.copy_(master)
             self.tier.write_back(self.ticket, slot.tensor)
             self.host.free(slot)

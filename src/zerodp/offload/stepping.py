@@ -6,6 +6,7 @@ from. Settings are the groups' own in every window, so that all windows together
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 WINDOW_NUMEL = 2**19  # elements of small pieces that share a window; where more lie in one piece they are its window
 OWN = ("param_groups", "state")
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def step(optimizer: ShardedOptimizer, chosen: Mapping[Home, Sequence[SegmentParameter]]) -> None:
@@ -54,11 +56,11 @@ def _fits(one: SegmentParameter) -> bool:
 def _give(segments: Iterable[SegmentParameter]) -> Iterator[tuple[Home, Slot]]:
     """Their gradients, cast for this window only, so that no full-size copy appears."""
     for one in segments:
-        gradient = part(one.flat, one.segment)
+        gradient, home = part(one.flat, one.segment), one.flat.homes[one.segment.piece]
+        home.uses(gradient)
         if _fits(one):
             set_grad(one, gradient)
         else:
-            home = one.flat.homes[one.segment.piece]
             slot = home.arena.take(gradient.numel(), one.dtype, "buckets", home.name)
             set_grad(one, slot.tensor.copy_(gradient).div_(one.flat.grad_scale))
             yield home, slot
@@ -72,12 +74,17 @@ class Update:
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
-        self.before = dict(optimizer.__dict__)
+        self.before = {
+            **optimizer.__dict__,
+            **{hooks: OrderedDict() for hooks in HOOKS},
+        }  # those run once, with the optimizer itself
         self.groups = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         self.group_of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.last: Any = None
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, (), {})
 
     def step(self, segments: Sequence[SegmentParameter]) -> None:
         optimizer, engine = self.optimizer, self.optimizer._zerodp
@@ -105,3 +112,5 @@ class Update:
                 self.optimizer.param_groups, self.groups, self.last.param_groups, strict=False
             ):
                 group.update({k: v for k, v in after.items() if k != "params" and v is not before.get(k)})
+        for hook in list(self.optimizer._optimizer_step_post_hooks.values()):
+            hook(self.optimizer, (), {})
