@@ -317,6 +317,7 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
     sharded = runtime.optimizer
     if optimizer is not None and optimizer is not sharded:
         raise ConfigError("unshard: this optimizer was not sharded with this model")
+    runtime.require_idle("unshard()")
     runtime.lending.take_back()
     runtime.control.require(Kind.STATE)
     state = sharded.state_dict() if sharded is not None else None

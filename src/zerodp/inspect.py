@@ -72,6 +72,7 @@ class Stats:
 
     @property
     def memory(self) -> Memory:
+        self._runtime.look()
         arena = self._runtime.arena
         states = state_bytes(self._runtime.optimizer)
         host, disk = (self._away(place, states[place]) for place in ("host", "disk"))

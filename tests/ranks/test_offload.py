@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -281,3 +282,112 @@ def test_a_model_without_optimizer() -> None:
         model, _ = zerodp.shard(Net().requires_grad_(False), stage=3, units=[Block], offload=Offload(params=place))
         close("output", model(x), expected)
         assert zerodp.stats(model).memory.now["parameters"] == 0
+
+
+# ---- the delayed update
+
+
+def delayed(steps: int, warm_up: int, looks: bool, **options: Any) -> list[dict[str, Tensor]]:
+    """What each forward computed with, and at the end the masters."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, optimizer = zerodp.shard(
+        model, optimizer, **blocks(offload=Offload(optimizer="host", delayed_update=warm_up), **options)
+    )
+    seen = []
+    for step in range(steps):
+        with zerodp.full_params(model):
+            seen.append(copied(dict(model.named_parameters())))
+        for micro in range(2):
+            squares(model, rows(3)(step, micro, dist.get_rank())).backward()
+        optimizer.step()
+        scheduler.step()
+        if looks:  # which changes nothing
+            optimizer.state_dict()
+            zerodp.full_grads(model)
+            assert zerodp.stats(model).memory.host["master"]
+            model.state_dict()
+            list(zerodp.local_shards(model))
+        optimizer.zero_grad()
+    return [*seen, copied(model.state_dict())]
+
+
+def delayed_oracle(steps: int, warm_up: int) -> list[dict[str, Tensor]]:
+    """Plain torch: one model that forward computes with, and one that the optimizer steps."""
+    torch.manual_seed(0)
+    master = Net()
+    used = copy.deepcopy(master)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    seen = []
+    for step in range(steps):
+        seen.append(copied(dict(used.named_parameters())))
+        total: dict[str, Tensor] = {}
+        for micro in range(2):
+            for rank in range(dist.get_world_size()):
+                (squares(used, rows(3)(step, micro, rank)) / dist.get_world_size()).backward()
+                for name, p in used.named_parameters():
+                    total.setdefault(f"{micro}.{name}", torch.zeros_like(p)).add_(p.grad)
+                    p.grad = None
+        if step >= warm_up:
+            used.load_state_dict(master.state_dict())
+        for name, p in master.named_parameters():
+            p.grad = total[f"0.{name}"] + total[f"1.{name}"]
+        optimizer.step()
+        scheduler.step()
+        if step < warm_up:
+            used.load_state_dict(master.state_dict())
+    return [*seen, copied(master.state_dict())]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_delayed_update_is_one_step_behind(looks: bool, stage: int) -> None:
+    """And nothing else: equal to plain torch, bitwise, whoever looks at the states in between."""
+    for number, (mine, theirs) in enumerate(zip(delayed(7, 2, looks, stage=stage), delayed_oracle(7, 2), strict=True)):
+        all_close(f"step {number}:", mine, theirs)
+
+
+@on_ranks(2)
+def test_a_delayed_update_ends_before_states_change(stage: int) -> None:
+    """Edits, loads and the way back to plain torch come on top of it."""
+    first, second = Story(Offload(optimizer="host", delayed_update=1), stage=stage), Story(Offload(), stage=stage)
+    for story in (first, second):
+        story.step()
+        story.step()  # the first one's runs beside what comes
+        with zerodp.full_params(story.model, write=True), torch.no_grad():
+            story.model.head.weight.add_(0.5)
+        story.look()
+        story.step()
+        story.model.load_state_dict(story.model.state_dict())
+        story.step()
+        story.optimizer.load_state_dict(story.optimizer.state_dict())
+        story.look()
+        plain, _ = zerodp.unshard(story.model, story.optimizer)
+        story.seen.append(copied(plain.state_dict()))
+    first.equals(second)
+
+
+@on_ranks(2)
+def test_a_delayed_update_with_fraction_and_skipped_steps() -> None:
+    """What stays on the device is not delayed; a step that is skipped for an overflow still brings the last one's update."""
+    precision = Precision(torch.float16, init_scale=2.0**8)
+    offload = Offload(optimizer="host", delayed_update=1, fraction=0.5)
+    story = Story(offload, stage=2, precision=precision)
+    story.step()
+    story.step()
+    with zerodp.full_params(story.model):
+        before = copied(dict(story.model.named_parameters()))
+    bad = rows(3)(0, 0, dist.get_rank()) * (float("inf") if dist.get_rank() == dist.get_world_size() - 1 else 1.0)
+    story.optimizer.backward(squares(story.model, bad))
+    story.optimizer.step()
+    story.optimizer.zero_grad()
+    assert story.optimizer.last_step_skipped
+    with zerodp.full_params(story.model):
+        after = copied(dict(story.model.named_parameters()))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert changed < set(before)  # the others were updated at once, before this step
+    all_close("published:", after, {name: value.half() for name, value in story.model.state_dict().items()})

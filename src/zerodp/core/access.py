@@ -60,6 +60,9 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
     runtime.lending.take_back()
     runtime.lending.before_change()  # where parameters stay whole, an edit changes the shards at once
     runtime.control.require(Kind.FULL)
+    if write and runtime.places.delay.behind:
+        runtime.places.delay.publish()
+        runtime.changed()  # or an update that forward does not have yet would look like an edit
     if write and any(unit.opened for unit in units):
         raise ShardedError(
             "full_params(write=True) inside another full_params() of the same parameters: ask for write=True on the outer one"

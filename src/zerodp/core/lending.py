@@ -23,6 +23,7 @@ class Lending:
     def lend(self) -> None:
         """The shards go to the user, who may write into them."""
         self.before_change()
+        self.runtime.look()
         self.ever_lent = True
         if self.lent is None:
             self.lent = self._versions()

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ShardedError
-from ..offload import stepping
 from ..offload.home import Home
 from . import norms, optimizer_state
 from .control import Control, Kind
@@ -36,8 +35,9 @@ class SegmentParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """Inside `step()` what the step was given; outside, this segment's part of the reduced gradient, live."""
+        self.engine.runtime.look()
         given = grad_of(self)
-        if given is not None or self.engine.stepping:
+        if given is not None:
             return given  # type: ignore[no-any-return]
         self.engine.runtime.reducer.drain()
         return None if self.flat.grad is None else norms.part(self.flat, self.segment)
@@ -60,7 +60,6 @@ class Engine:
         self.skipped_steps = 0
         self.last_step_skipped = False
         self.grad_scaler: Any = None  # a torch.amp.GradScaler that drives the next step
-        self.stepping = False
         self.members: list[
             list[tuple[Flat, int]]
         ] = []  # per group: its parameters, whether this rank has a segment or not
@@ -158,10 +157,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overflow = bool(rows[:, Control.OVERFLOW].any())
         engine.last_step_skipped = overflow
         engine.skipped_steps += overflow
-        if not overflow:
-            runtime.lending.before_change()
-            with torch.no_grad():
-                self._update(rows)
+        runtime.lending.before_change()
+        with torch.no_grad():
+            changed = runtime.places.delay.publish() if overflow else self._update(rows)
+        for flat in changed:
+            flat.stale = True
+        if changed or not overflow:
             runtime.stepped()
         if engine.grad_scaler is None:
             engine.scaler.update(overflow)
@@ -208,8 +209,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             found.append((where.flat, where.index))
         return found
 
-    def _update(self, rows: Tensor) -> None:
-        """Give every segment whose parameter has a gradient on any rank its part, and let the optimizer's own step run."""
+    def _update(self, rows: Tensor) -> set[Flat]:
+        """Give every segment whose parameter has a gradient on any rank its part, and let the optimizer's own step run.
+
+        The result is the flats that have new values, the same ones on all ranks.
+        """
         engine = self._zerodp
         with_gradient = engine.runtime.control.with_gradient(rows)
         chosen: dict[Home, list[SegmentParameter]] = {}
@@ -219,8 +223,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for index in with_gradient[flat] if flat.grad is not None else ():
                 for segment in engine.segments.get((flat, index), ()):
                     chosen.setdefault(flat.homes[segment.segment.piece], []).append(segment)
-            flat.stale = bool(with_gradient[flat]) and flat.optimized
-        stepping.step(self, chosen)
+        touched = {flat for flat in engine.runtime.flats() if with_gradient[flat] and flat.optimized}
+        return engine.runtime.places.step(self, chosen, touched)
 
     # ---- torch.amp.GradScaler
 

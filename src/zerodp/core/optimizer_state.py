@@ -72,6 +72,7 @@ def to_plain(states: dict[str, Any], local: Local, comm: Comm) -> dict[str, Any]
 def full_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """{"state": {name: {key: full tensor}}, "param_groups": settings with names, "zerodp": scaler and counts}."""
     engine = optimizer._zerodp
+    engine.runtime.look()
     engine.runtime.control.require(Kind.STATE)
     mine: dict[str, dict[str, Any]] = {}
     for segment in engine:
@@ -145,6 +146,7 @@ def _gather(optimizer: ShardedOptimizer, flat: Flat, key: str, dtype: torch.dtyp
 def load_full_state(optimizer: ShardedOptimizer, given: dict[str, Any]) -> None:
     """Check everything, agree with the other ranks, then take it."""
     engine = optimizer._zerodp
+    engine.runtime.look()
     engine.runtime.control.require(Kind.STATE)
     error, taken = None, {}
     try:

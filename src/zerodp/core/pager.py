@@ -15,6 +15,8 @@ from .unit import Unit
 if TYPE_CHECKING:
     from .runtime import Runtime
 
+HINTS = 2  # gathers beyond the prefetched ones
+
 
 class Pager:
     """Residency of the units of one model."""
@@ -47,6 +49,7 @@ class Pager:
             ):  # the backward of a unit without gradients ends unseen; when the next but one begins, it has
                 self.let_go(self.units[current.frozen.pop(0)])
         self._prefetch(current)
+        self._hint(current)
         self.wanted = None
 
     def _prefetch(self, current: Pass) -> None:
@@ -56,6 +59,13 @@ class Pager:
             if self._launch(ops[current.pointer]):
                 current.ahead[index] = current.pointer
             current.pointer += 1
+
+    def _hint(self, current: Pass) -> None:
+        """What the list gathers after what is under way starts on its way from disk, which is the longest."""
+        following = current.order.ops[current.pointer : current.pointer + 3 * HINTS]
+        for index in [index for kind, index in following if kind == GATHER][:HINTS]:
+            for source in self.units[index].far:
+                source.ahead()
 
     def launch_through(self, current: Pass, last: int) -> None:
         """Launch the list up to and including `last`.

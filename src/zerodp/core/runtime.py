@@ -264,10 +264,15 @@ class Runtime:
             ShardedError: a forward or backward pass is under way.
         """
         self.end_failed()
+        self.look()
         if self.passes:
             raise ShardedError(f"{what} inside a forward or backward pass: parameters are gathered on use there")
 
     # ---- demand, launch, release
+
+    def look(self) -> None:
+        """Somebody looks at masters or optimizer states: an update that runs beside training ends first."""
+        self.places.delay.end()
 
     def fault(self, where: Where, use: str) -> None:
         """A hidden parameter is used: bring its unit here, or say why not."""

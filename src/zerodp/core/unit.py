@@ -305,6 +305,7 @@ class Unit:
         for flat in flats:
             flat.unit = self
         self.pages = any(flat.pages for flat in flats)
+        self.far = [home.source for flat in flats if flat.pages for home in flat.homes if home.source.is_far]
         self.gathered_bytes = sum(f.layout.padded_numel * f.param_dtype.itemsize for f in flats if f.pages)
         self.present = not self.pages  # its values are here or under way
         self.visible = False

@@ -20,6 +20,7 @@ from .source import Source
 if TYPE_CHECKING:
     from ..core.arena import Arena
     from ..core.unit import Flat
+    from .delay import Delay
     from .places import Link
 
 MASTER, GRADIENT, STATES = "master", "gradient", "states"
@@ -137,6 +138,9 @@ class Home:
     def uses(self, gradient: Tensor) -> None:
         """The optimizer takes this part of it."""
 
+    def ahead(self) -> None:
+        """`read` comes soon."""
+
     # ---- what `walk` does
 
     def begin(self, kinds: tuple[str, ...]) -> None:
@@ -160,6 +164,7 @@ class Elsewhere(Home):
         self.opened: dict[str, Any] = {}
         self.shown: dict[str, Tensor] = {}
         self.users, self.changed, self.writes = 0, set[str](), 0
+        self.reader: Delay | None = None  # an update beside training that reads the gradient
         # What the gradient on disk is still to be multiplied by, one after the other: (factor, where).
         self.factors: list[tuple[float, list[slice] | None]] = []
 
@@ -208,6 +213,9 @@ class Elsewhere(Home):
             arena.give(slot)
         self.link.back += out.numel() * self.flat.shard_dtype.itemsize
 
+    def ahead(self) -> None:
+        self.tier.ahead(self.tickets[MASTER])
+
     def view(self, segment: Any) -> Tensor:
         if MASTER in self.shown:
             return super().view(segment)
@@ -250,14 +258,20 @@ class Elsewhere(Home):
     def drop_gradient(self) -> None:
         self.factors.clear()
         self._close(GRADIENT, False)
-        self.tier.free(self.tickets.pop(GRADIENT))
+        ticket = self.tickets.pop(GRADIENT)
+        if self.reader is None:
+            self.tier.free(ticket)
+        else:
+            self.reader.leaving.append((self.tier, ticket))
+            self.reader = None
 
     @contextlib.contextmanager
     def summing(self, fresh: bool) -> Iterator[Tensor]:
         assert self.flat.grad is not None
-        if GRADIENT not in self.tickets:  # whole gradients stay on the device, and this rank's part of them with them
+        if not self.keeps_gradient:
             yield self.flat.grad[self.piece]
             return
+        self._claim_gradient()
         if self.sums_in_place:
             yield self.shown[GRADIENT]
         else:
@@ -273,14 +287,25 @@ class Elsewhere(Home):
         self.link.out += self.numel * self.flat.grad_dtype.itemsize
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
-        if self.live or GRADIENT not in self.tickets:
+        self._claim_gradient()
+        if self.live or not self.keeps_gradient:
             super().scale_gradient(factor, segments)
         else:
             self.factors.append((factor, _spans(segments)))  # on its next way through memory: a pass over the disk less
 
     def uses(self, gradient: Tensor) -> None:
-        if GRADIENT not in self.tickets:
+        if not self.keeps_gradient:
             self.link.out += gradient.nbytes
+
+    @property
+    def keeps_gradient(self) -> bool:
+        """Whether it rests here; whole gradients stay on the device, and this rank's part of them with them."""
+        return GRADIENT in self.tickets
+
+    def _claim_gradient(self) -> None:
+        """Somebody may write into it: nobody else reads it any more."""
+        if self.reader is not None:
+            self.reader.end()
 
     def _scaled(self, gradient: Tensor) -> None:
         for factor, spans in self.factors:
@@ -290,6 +315,8 @@ class Elsewhere(Home):
 
     def begin(self, kinds: tuple[str, ...]) -> None:
         self.users += 1
+        if GRADIENT in kinds:
+            self._claim_gradient()
         if self.live:
             for ticket in self.tickets.values():
                 self.tier.open(ticket).wait()  # gradients may still be on their way

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import Offload
+from ..errors import StorageError
 from ..tiers import Ledger
 from ..tiers.disk import DiskTier
 from ..tiers.host import HostTier
 from . import room
+from .delay import Chosen, Delay
 from .home import Elsewhere, Home
 from .source import Beside, Kept, Source
 
 if TYPE_CHECKING:
+    from ..core.optimizer import ShardedOptimizer
     from ..core.unit import Flat
 
 
@@ -45,6 +48,7 @@ class Places:
     def __init__(self, offload: Offload, device: torch.device) -> None:
         self.offload, self.device, self.link = offload, device, Link()
         self.tiers: dict[str, Any] = {}
+        self.delay = Delay(offload.warm_up_steps)
 
     def settle(self, flats: list[Flat], moments: int) -> dict[str, int]:
         """Give every piece of these flats its home. `moments`: values that the optimizer keeps for each element.
@@ -95,6 +99,21 @@ class Places:
             else:
                 self.tiers[place] = DiskTier(self.offload.path, self.device)
         return self.tiers[place]
+
+    def step(self, optimizer: ShardedOptimizer, chosen: Chosen, flats: set[Flat]) -> set[Flat]:
+        """Update the chosen segments; what fails on one rank's disk is raised on all. See `Delay.step`.
+
+        Raises:
+            StorageError: what could not be written is still in memory, and can be saved.
+        """
+        problem: StorageError | None = None
+        try:
+            flats = self.delay.step(optimizer, chosen, flats)
+        except StorageError as error:
+            problem = error
+        if "disk" in self.tiers:
+            optimizer._zerodp.runtime.control.share(problem)
+        return flats
 
     # ---- what `stats` shows
 

@@ -34,8 +34,14 @@ class Source:
         """This rank's part into `out` [numel], at its place in the page."""
         self.home.read(out)
 
+    @property
+    def is_far(self) -> bool:
+        """Whether it helps to know that a `fetch` comes soon."""
+        return not self.home.live
+
     def ahead(self) -> None:
         """`fetch` comes soon."""
+        self.home.ahead()
 
     def publish(self) -> None:
         """The master, which is live, has new values."""
@@ -44,7 +50,7 @@ class Source:
 class Beside(Source):
     """A copy in the dtype of compute on the device: the rank's own part of the whole parameters, where those stay here."""
 
-    is_page, is_master = True, False
+    is_page, is_master, is_far = True, False, False
     values: Tensor
 
     def __init__(self, host: HostTier, link: Link) -> None:
@@ -82,6 +88,10 @@ class Kept(Source):
     def __init__(self, tier: Tier, live: bool, host: HostTier, link: Link) -> None:
         self.tier, self.live, self.host, self.link = tier, live, host, link
         self.ticket: Any = None
+
+    @property
+    def is_far(self) -> bool:
+        return not self.live
 
     def take(self, values: Tensor) -> None:
         self.ticket = self.tier.put(values.to(self.home.flat.param_dtype), "parameters", self.home.name)

@@ -23,16 +23,15 @@ OWN = ("param_groups", "state")
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def step(optimizer: ShardedOptimizer, chosen: Mapping[Home, Sequence[SegmentParameter]]) -> None:
-    """One step over these segments, each of which has a reduced gradient. The others are left alone."""
+def run(update: Update, chosen: Mapping[Home, Sequence[SegmentParameter]]) -> None:
+    """Update these segments, each of which has a reduced gradient; the others are left alone."""
     ready: list[SegmentParameter] = []
     rest: list[Home] = []
     for home, segments in chosen.items():
-        if home.place == "device" and home.source.is_master and all(_fits(one) for one in segments):
+        if home.place == "device" and home.source.is_master and all(fits(one) for one in segments):
             ready += segments
         else:
             rest.append(home)
-    update = Update(optimizer)
     for one in ready:
         set_grad(one, part(one.flat, one.segment))
     update.step(ready)
@@ -43,10 +42,9 @@ def step(optimizer: ShardedOptimizer, chosen: Mapping[Home, Sequence[SegmentPara
             home.arena.give(slot)
         for home in window:
             home.source.publish()
-    update.conclude()
 
 
-def _fits(one: SegmentParameter) -> bool:
+def fits(one: SegmentParameter) -> bool:
     """Whether the optimizer can take the gradient as it rests."""
     assert one.flat.grad is not None
     rests = one.flat.grad[one.segment.piece]
@@ -58,7 +56,7 @@ def _give(segments: Iterable[SegmentParameter]) -> Iterator[tuple[Home, Slot]]:
     for one in segments:
         gradient, home = part(one.flat, one.segment), one.flat.homes[one.segment.piece]
         home.uses(gradient)
-        if _fits(one):
+        if fits(one):
             set_grad(one, gradient)
         else:
             slot = home.arena.take(gradient.numel(), one.dtype, "buckets", home.name)
@@ -87,18 +85,15 @@ class Update:
             hook(optimizer, (), {})
 
     def step(self, segments: Sequence[SegmentParameter]) -> None:
-        optimizer, engine = self.optimizer, self.optimizer._zerodp
-        stand_in = object.__new__(type(optimizer))
+        stand_in = object.__new__(type(self.optimizer))
         stand_in.__dict__.update(self.before)
         stand_in.param_groups = [{"params": [], **settings} for settings in self.groups]
         for one in segments:
             if id(one) in self.group_of:
                 stand_in.param_groups[self.group_of[id(one)]]["params"].append(one)
-        engine.stepping = True
         try:
-            type(optimizer).__mro__[2].step(stand_in)  # type: ignore[attr-defined]
+            type(self.optimizer).__mro__[2].step(stand_in)  # type: ignore[attr-defined]
         finally:
-            engine.stepping = False
             for one in segments:
                 set_grad(one, None)  # or it would be taken for the next gradient, and keep this one's memory
         self.last = stand_in
