@@ -162,6 +162,11 @@ def describe(model: nn.Module) -> str:
         lines += [
             f"  {kind + ', ' + place:22} {now[kind]:>8,} bytes now {peak[kind]:>16,} peak" for kind in now if peak[kind]
         ]
+    lines += [
+        f"  {ledger.place} {ledger.note}: {ledger.fetched_bytes:,} bytes read, {ledger.written_bytes:,} written"
+        for ledger in store_of(runtime).ledgers
+        if ledger.note
+    ]
     lines += [f"  pinned by a tensor outside: unit {name!r}, {nbytes:,} bytes" for name, nbytes in memory.pinned]
     return "\n".join(lines)
 

@@ -13,9 +13,10 @@ import functools
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class DiskTier:
     """Tensors of `device` in host memory up to `host_bytes`, and beyond that in a file in the folder `path`.
 
     buffer_bytes: host memory for what is on its way, beside `host_bytes`; never less than four of the largest tensors.
+    request_bytes: one read or write, and what has one checksum; a multiple of the block size.
 
     Raises:
         StorageError: the folder cannot be written to.
@@ -72,9 +74,15 @@ class DiskTier:
     latent = True
 
     def __init__(
-        self, path: str | None, device: torch.device, host_bytes: int = 0, buffer_bytes: int = BUFFER_BYTES
+        self,
+        path: str | None,
+        device: torch.device,
+        host_bytes: int = 0,
+        buffer_bytes: int = BUFFER_BYTES,
+        request_bytes: int = REQUEST_BYTES,
     ) -> None:
-        self.host, self.host_bytes, self.buffer_bytes = HostTier(device, ALIGN), host_bytes, buffer_bytes
+        self.host, self.host_bytes = HostTier(device, ALIGN), host_bytes
+        self.buffer_bytes, self.request_bytes = buffer_bytes, request_bytes
         self.file = File(path or tempfile.gettempdir())
         self.readers = ThreadPoolExecutor(IN_FLIGHT, "zerodp-disk-read")
         self.writers = ThreadPoolExecutor(IN_FLIGHT, "zerodp-disk-write")
@@ -196,13 +204,13 @@ class DiskTier:
             page.dirty, page.checksums = True, None
             self.written_bytes += page.size
             writes = functools.partial(_write_after, self.file)
-            self._ask(page, self.writers, writes, [self.host.mark()] * len(_requests(page)))
+            self._ask(page, self.writers, writes, repeat(self.host.mark()))
 
-    def _ask(self, page: Page, threads: ThreadPoolExecutor, do: Callable[..., Any], arguments: list[Any]) -> None:
+    def _ask(self, page: Page, threads: ThreadPoolExecutor, do: Callable[..., Any], arguments: Iterable[Any]) -> None:
         memory = memoryview((ctypes.c_char * page.size).from_address(page.slot.tensor.data_ptr())).cast("B")  # type: ignore[union-attr]
         page.work = [
-            threads.submit(do, memory[part], page.offset + part.start, argument)
-            for part, argument in zip(_requests(page), arguments, strict=True)
+            threads.submit(do, memory[start : start + self.request_bytes], page.offset + start, argument)
+            for start, argument in zip(range(0, page.size, self.request_bytes), arguments, strict=False)
         ]
         self.busy[page] = None
 
@@ -328,10 +336,6 @@ class Opening:
         if not self.closed:
             self.closed = True
             self.tier._leave(self.page, changed)
-
-
-def _requests(page: Page) -> list[slice]:
-    return [slice(start, min(start + REQUEST_BYTES, page.size)) for start in range(0, page.size, REQUEST_BYTES)]
 
 
 def _write_after(file: File, memory: memoryview, offset: int, ready: Any) -> int:

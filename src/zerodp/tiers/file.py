@@ -25,13 +25,13 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 class File:
     """Sizes and offsets are multiples of `ALIGN`.
 
-    direct: whether reads and writes go past the page cache.
+    direct: whether reads and writes go past the page cache; asked for, they still do not where the file system cannot.
 
     Raises:
         StorageError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, direct: bool = True) -> None:
         self.folder, self.end = folder, 0
         self.holes: list[tuple[int, int]] = []  # (offset, size), in order, never adjoining
         try:
@@ -41,7 +41,7 @@ class File:
             raise StorageError(
                 f"offload: no file can be made in {folder!r} ({error.strerror}); pass a folder that can be written to as zerodp.Offload(path=...)"
             ) from error
-        self.direct = self._go_direct()
+        self.direct = direct and self._go_direct()
 
     def _go_direct(self) -> bool:
         """Ask the file system, and see that it works: some take the flag and then refuse every request."""

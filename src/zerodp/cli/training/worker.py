@@ -41,7 +41,7 @@ def run(settings: Settings, folder: Path, resumes: bool) -> int:
     request.listen()
     torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
-    with _group(device):
+    with process_group(device):
         return _Run(settings, folder, resumes, device, request).run()
 
 
@@ -55,7 +55,8 @@ def choose_device(name: str) -> torch.device:
 
 
 @contextlib.contextmanager
-def _group(device: torch.device) -> Iterator[None]:
+def process_group(device: torch.device) -> Iterator[None]:
+    """The world of the ranks that the launcher has started; NCCL for GPUs, gloo beside it."""
     store, rank, size = next(dist.rendezvous("env://"))
     # torchrun may use one store for all its attempts, where the addresses of ranks that are gone still stand.
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
