@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.norms import part
 from ..core.parameter import set_grad
 from .home import Elsewhere, Home
-from .stepping import WINDOW_NUMEL, Update, fits, run
+from .stepping import LARGE_WINDOW_NUMEL, Update, fits, run
 
 if TYPE_CHECKING:
     from ..core.optimizer import SegmentParameter, ShardedOptimizer
@@ -50,11 +50,11 @@ class Delay:
             update.conclude()
             return fresh | flats
         run(update, {home: segments for home, segments in chosen.items() if home.place == "device"})
-        later = {home: segments for home, segments in chosen.items() if isinstance(home, Elsewhere)}
-        gradients = {one: self._gradient(home, one) for home, segments in later.items() for one in segments}
-        self.unpublished, self.behind = list(later), flats
+        later = [(home, segments) for home, segments in chosen.items() if isinstance(home, Elsewhere)]
+        gradients = {one: self._gradient(home, one) for home, segments in later for one in segments}
+        self.unpublished, self.behind = [home for home, _ in later], flats
         assert self.threads is not None
-        self.running = self.threads.submit(self._beside, update, later, gradients)
+        self.running = self.threads.submit(self._beside, update, [segments for _, segments in later], gradients)
         return fresh | flats
 
     def end(self) -> None:
@@ -78,6 +78,8 @@ class Delay:
         self.end()
         for home in self.unpublished:
             home.source.publish()
+        for home in self.unpublished:
+            home.source.arrive()
         fresh, self.unpublished, self.behind = self.behind, [], set()
         return fresh
 
@@ -94,14 +96,17 @@ class Delay:
         copy: Tensor = home.tier.open(ticket).wait()
         return copy.copy_(gradient).div_(one.flat.grad_scale)
 
-    def _beside(self, update: Update, later: Chosen, gradients: dict[Any, Tensor]) -> None:
+    def _beside(
+        self, update: Update, later: list[Sequence[SegmentParameter]], gradients: dict[SegmentParameter, Tensor]
+    ) -> None:
         self.thread = threading.get_ident()
         window: list[SegmentParameter] = []
         with torch.no_grad():
-            for home, segments in later.items():
+            for segments in later:
                 for one in segments:
                     set_grad(one, gradients[one])
                 window += segments
-                if sum(one.numel() for one in window) >= WINDOW_NUMEL or home is next(reversed(later)):
+                if sum(one.numel() for one in window) >= LARGE_WINDOW_NUMEL:
                     update.step(window)
                     window = []
+            update.step(window)

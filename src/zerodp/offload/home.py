@@ -430,7 +430,7 @@ def walk(homes: Iterable[Home], kinds: tuple[str, ...], changed: tuple[str, ...]
 
 
 def windows(
-    homes: Iterable[Home], kinds: tuple[str, ...], changed: tuple[str, ...], numel: int
+    homes: Iterable[Home], kinds: tuple[str, ...], changed: tuple[str, ...], numel: float
 ) -> Iterator[list[Home]]:
     """`walk` by several homes at a time, of at least `numel` elements together.
 
@@ -453,13 +453,15 @@ def windows(
                 home.end(())
 
 
-def _grouped(homes: Iterable[Home], numel: int) -> Iterator[list[Home]]:
+def _grouped(homes: Iterable[Home], numel: float) -> Iterator[list[Home]]:
     group: list[Home] = []
+    total = 0
     for home in homes:
         group.append(home)
-        if sum(one.numel for one in group) >= numel:
+        total += home.numel
+        if total >= numel:
             yield group
-            group = []
+            group, total = [], 0
     if group:
         yield group
 

@@ -6,6 +6,7 @@ A static split is right: every step goes through all pieces once, so whatever an
 from __future__ import annotations
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ class Places:
     def __init__(self, offload: Offload, device: torch.device) -> None:
         self.offload, self.device, self.link = offload, device, Link()
         self.tiers: dict[str, Any] = {}
+        self.threads = ThreadPoolExecutor(1, "zerodp-copy")
         self.delay = Delay(offload.warm_up_steps)
 
     def settle(self, flats: list[Flat], moments: int) -> dict[str, int]:
@@ -85,8 +87,8 @@ class Places:
         if same and not (self.offload.delayed_update and place != "device"):
             return Source()
         if params == "device":
-            return Beside(self.host, self.link)
-        return Kept(self.tier(params), params == "host", self.host, self.link)
+            return Beside(self.host, self.link, self.threads)
+        return Kept(self.tier(params), params == "host", self.host, self.link, self.threads)
 
     @property
     def host(self) -> HostTier:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,17 +45,41 @@ class Source:
         self.home.ahead()
 
     def publish(self) -> None:
-        """The master, which is live, has new values."""
+        """The master, which is live, has new values; start to give them to forward."""
+
+    def arrive(self) -> None:
+        """Wait until forward has them, and the master may change again."""
 
 
-class Beside(Source):
-    """A copy in the dtype of compute on the device: the rank's own part of the whole parameters, where those stay here."""
+class Copied(Source):
+    """A copy of its own. Where master and copy are both in host memory, one piece is copied while the next is updated."""
 
-    is_page, is_master, is_far = True, False, False
+    is_master = False
+
+    def __init__(self, host: HostTier, link: Link, threads: Executor) -> None:
+        self.host, self.link, self.threads = host, link, threads
+        self.copying: Future[Any] | None = None
+
+    def arrive(self) -> None:
+        if self.copying is not None:
+            copying, self.copying = self.copying, None
+            copying.result()
+
+    def copy(self, out: Tensor) -> None:
+        """Start casting the master into `out`, both in host memory."""
+        self.arrive()
+        master = self.home.flat.master[self.home.piece]
+        if self.home.live:
+            self.copying = self.threads.submit(out.copy_, master)
+        else:
+            out.copy_(master)  # whose memory is lent for now only
+
+
+class Beside(Copied):
+    """On the device: the rank's own part of the whole parameters, where those stay here."""
+
+    is_page, is_far = True, False
     values: Tensor
-
-    def __init__(self, host: HostTier, link: Link) -> None:
-        self.host, self.link = host, link
 
     def take(self, values: Tensor) -> None:
         flat = self.home.flat
@@ -65,12 +90,15 @@ class Beside(Source):
             self.values = arena.allocate(self.home.numel, flat.param_dtype, "parameters").copy_(values)
 
     def fetch(self, out: Tensor) -> None:
+        self.arrive()
         if out.data_ptr() != self.values.data_ptr():
             out.copy_(self.values)
 
     def publish(self) -> None:
         master = self.home.flat.master[self.home.piece]
-        if self.values.device == master.device:
+        if self.values.device == self.host.arena.device:
+            self.copy(self.values)
+        elif self.values.device == master.device:
             self.values.copy_(master)
         else:  # cast on the host, so that fewer bytes cross the link, and sent while the next piece is updated
             slot = self.host.reserve(self.home.numel, self.values.dtype, "buckets", self.home.name)
@@ -80,13 +108,14 @@ class Beside(Source):
         self.link.back += self.values.nbytes
 
 
-class Kept(Source):
-    """A copy in the dtype of compute in another tier. Every rank fetches its own part only, so all links are used at once."""
+class Kept(Copied):
+    """In another tier. Every rank fetches its own part only, so all links are used at once."""
 
-    is_page = is_master = False
+    is_page = False
 
-    def __init__(self, tier: Tier, live: bool, host: HostTier, link: Link) -> None:
-        self.tier, self.live, self.host, self.link = tier, live, host, link
+    def __init__(self, tier: Tier, live: bool, host: HostTier, link: Link, threads: Executor) -> None:
+        super().__init__(host, link, threads)
+        self.tier, self.live = tier, live
         self.ticket: Any = None
 
     @property
@@ -99,6 +128,7 @@ class Kept(Source):
             torch.accelerator.synchronize(values.device)  # what they lie in is used again at once
 
     def fetch(self, out: Tensor) -> None:
+        self.arrive()
         self.tier.fetch(self.ticket, out).wait()
         self.link.back += out.nbytes
 
@@ -108,9 +138,11 @@ class Kept(Source):
     def publish(self) -> None:
         master = self.home.flat.master[self.home.piece]
         if self.live:
-            opened = self.tier.open(self.ticket)  # waits for fetches that still read the old values
-            opened.wait().copy_(master)
-            opened.close(True)
+            out = self.tier.open(self.ticket).wait()  # when no fetch reads the old values any more
+            if master.device == out.device:
+                self.copy(out)
+            else:
+                out.copy_(master)
         else:
             slot = self.host.reserve(self.home.numel, self.home.flat.param_dtype, "buckets", self.home.name)
             slot.tensor.copy_(master)

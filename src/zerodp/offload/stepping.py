@@ -6,6 +6,7 @@ from. Settings are the groups' own in every window, so that all windows together
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,30 +19,30 @@ if TYPE_CHECKING:
     from ..core.arena import Slot
     from ..core.optimizer import SegmentParameter, ShardedOptimizer
 
-WINDOW_NUMEL = 2**19  # elements of small pieces that share a window; where more lie in one piece they are its window
+WINDOW_NUMEL = 2**19  # elements of a window that needs memory of its own; a piece with more is its window
+LARGE_WINDOW_NUMEL = (
+    2**22
+)  # of one that needs none: often enough to copy the last one's masters to where gathers read meanwhile
 OWN = ("param_groups", "state")
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def run(update: Update, chosen: Mapping[Home, Sequence[SegmentParameter]]) -> None:
     """Update these segments, each of which has a reduced gradient; the others are left alone."""
-    ready: list[SegmentParameter] = []
-    rest: list[Home] = []
+    groups: dict[float, list[Home]] = {math.inf: [], LARGE_WINDOW_NUMEL: [], WINDOW_NUMEL: []}
     for home, segments in chosen.items():
-        if home.place == "device" and home.source.is_master and all(fits(one) for one in segments):
-            ready += segments
-        else:
-            rest.append(home)
-    for one in ready:
-        set_grad(one, part(one.flat, one.segment))
-    update.step(ready)
-    for window in windows(rest, (MASTER, GRADIENT, STATES), (MASTER, STATES), WINDOW_NUMEL):
-        slots = [slot for home in window for slot in _give(chosen[home])]
-        update.step([one for home in window for one in chosen[home]])
-        for home, slot in slots:
-            home.arena.give(slot)
-        for home in window:
-            home.source.publish()
+        needs_memory = not home.live or not all(fits(one) for one in segments)
+        groups[WINDOW_NUMEL if needs_memory else math.inf if home.source.is_master else LARGE_WINDOW_NUMEL].append(home)
+    for numel, homes in groups.items():
+        for window in windows(homes, (MASTER, GRADIENT, STATES), (MASTER, STATES), numel):
+            slots = [slot for home in window for slot in _give(chosen[home])]
+            update.step([one for home in window for one in chosen[home]])
+            for home, slot in slots:
+                home.arena.give(slot)
+            for home in window:
+                home.source.publish()
+    if update.last is None:
+        update.step([])  # for what the optimizer does besides
 
 
 def fits(one: SegmentParameter) -> bool:
