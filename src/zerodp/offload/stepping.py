@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from ..core.optimizer import SegmentParameter, ShardedOptimizer
 
 WINDOW_NUMEL = 2**19  # elements of a window that needs memory of its own; a piece with more is its window
-LARGE_WINDOW_NUMEL = (
-    2**22
-)  # of one that needs none: often enough to copy the last one's masters to where gathers read meanwhile
+# Of one that needs none: often enough that the last one's masters are copied to where gathers read meanwhile.
+LARGE_WINDOW_NUMEL = 2**21
 OWN = ("param_groups", "state")
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
