@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -226,17 +227,26 @@ def _places(
     model: nn.Module, optimizer: Any, config: Config, flats: list[Flat], comm: Comm, device: torch.device
 ) -> Places:
     """Decide where each piece rests, and see on all ranks that there is room for it."""
-    places = Places(config.offload, device)
-    problem: ZeroError | None = None
-    try:
+    places, needs, said = Places(config.offload, device), dict[str, int](), list[Any]()
+
+    def on_all(action: Callable[[], None]) -> None:
+        problem: ZeroError | None = None
+        try:
+            action()
+        except ZeroError as error:
+            problem = error
+        if config.offload.moves_states:
+            share_verdict(comm.exchange_objects(told(problem), "the other ranks' shard()"), problem)
+
+    def settle() -> None:
         moments = num_moments(optimizer) if optimizer is not None and config.offload.moves_states else 0
-        needs = places.settle(flats, moments)
-        said = places.report(needs)
-    except ZeroError as error:
-        problem, said = error, None
+        needs.update(places.settle(flats, moments))
+        said.extend(places.report(needs))
+
+    on_all(settle)
     if config.offload.moves_states:
-        share_verdict(comm.exchange_objects(told(problem), "the other ranks' shard()"), problem)
         share_verdict([told(check_room(comm.exchange_objects(said, "the other ranks' shard()")))], None)
+        on_all(lambda: places.claim(needs))
     return places
 
 

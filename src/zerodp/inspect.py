@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,9 @@ from .core.arena import KINDS
 from .core.comm import CommRow
 from .core.optimizer import ShardedOptimizer
 from .core.runtime import Event, Runtime
+from .core.unit import Flat
 from .offload.home import is_elementwise, moment_kind
+from .offload.source import Kept
 from .residual.store import store_of
 
 
@@ -154,7 +157,7 @@ def describe(model: nn.Module) -> str:
             )
             lines.append(
                 f"  {unit.name:{width}}  {len(flat.parameters):4} parameters {numel:>14,} elements  {_name(flat.param_dtype)} "
-                f"{where}{rest}, optimizer {split}, {grads}{tensor}"
+                f"{where}{rest}, optimizer {split}, {grads}{tensor}{_elsewhere(flat)}"
             )
     memory = Stats(runtime).memory
     lines += [f"  {kind:14} {memory.now[kind]:>16,} bytes now {memory.peak[kind]:>16,} peak" for kind in memory.now]
@@ -164,11 +167,29 @@ def describe(model: nn.Module) -> str:
         ]
     lines += [
         f"  {ledger.place} {ledger.note}: {ledger.fetched_bytes:,} bytes read, {ledger.written_bytes:,} written"
-        for ledger in store_of(runtime).ledgers
+        for ledger in (*store_of(runtime).ledgers, *runtime.places.ledgers())
         if ledger.note
     ]
     lines += [f"  pinned by a tensor outside: unit {name!r}, {nbytes:,} bytes" for name, nbytes in memory.pinned]
     return "\n".join(lines)
+
+
+def _elsewhere(flat: Flat) -> str:
+    """What of a flat rests off the device, and how much of it where there are several places."""
+    numels = {"optimizer states": Counter[str](), "parameters": Counter[str]()}
+    for home in flat.homes:
+        numels["optimizer states" if flat.trains else "parameters"][home.place] += home.numel
+        if isinstance(home.source, Kept):
+            numels["parameters"][home.source.place] += home.numel
+    text = ""
+    for what, found in numels.items():
+        share = "" if len(found) == 1 else "{:.0%} of "
+        text += "".join(
+            f", {share.format(numel / found.total())}{what} on {place}"
+            for place, numel in found.items()
+            if place != "device"
+        )
+    return text
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -467,11 +467,12 @@ def _grouped(homes: Iterable[Home], numel: float) -> Iterator[list[Home]]:
 
 
 def _used(coming: list[list[Home]], changed: tuple[str, ...]) -> Iterator[list[Home]]:
-    window = coming.pop(0)
+    window, kept = coming.pop(0), tuple[str, ...]()
     try:
         for home in window:
             home.show()
+        kept = changed
         yield window
     finally:
         for home in window:
-            home.end(changed)
+            home.end(kept)

@@ -16,6 +16,7 @@ from ..config import Offload
 from ..errors import StorageError
 from ..tiers import Ledger
 from ..tiers.disk import DiskTier
+from ..tiers.file import ALIGN
 from ..tiers.host import HostTier
 from . import room
 from .delay import Chosen, Delay
@@ -66,14 +67,23 @@ class Places:
             flat.settle([self._home(flat, piece, *where) for piece, where in enumerate(places)])
             size = state_bytes(flat, moments) if flat.trains else flat.shard_dtype.itemsize
             for home, (states, source) in zip(flat.homes, places, strict=True):
-                needs[states] += size * home.numel
+                needs[states] += size * home.numel + (2 + moments) * ALIGN  # each in whole blocks, on disk
                 if isinstance(home.source, Kept):
-                    needs[source] += flat.param_dtype.itemsize * home.numel
+                    needs[source] += flat.param_dtype.itemsize * home.numel + ALIGN
         return needs
 
     def report(self, needs: dict[str, int]) -> list[Any]:
         """What this rank tells the others of its needs, see `room`."""
         return room.report(self.offload.path or tempfile.gettempdir(), needs["host"], needs["disk"])
+
+    def claim(self, needs: dict[str, int]) -> None:
+        """Take the room on disk.
+
+        Raises:
+            StorageError: there is less.
+        """
+        if needs["disk"]:
+            self.tier("disk").claim(needs["disk"])
 
     def _home(self, flat: Flat, piece: int, place: str, params: str) -> Home:
         source = self._source(flat, place, params)
@@ -88,7 +98,7 @@ class Places:
             return Source()
         if params == "device":
             return Beside(self.host, self.link, self.threads)
-        return Kept(self.tier(params), params == "host", self.host, self.link, self.threads)
+        return Kept(params, self.tier(params), self.host, self.link, self.threads)
 
     @property
     def host(self) -> HostTier:

@@ -113,9 +113,9 @@ class Kept(Copied):
 
     is_page = False
 
-    def __init__(self, tier: Tier, live: bool, host: HostTier, link: Link, threads: Executor) -> None:
+    def __init__(self, place: str, tier: Tier, host: HostTier, link: Link, threads: Executor) -> None:
         super().__init__(host, link, threads)
-        self.tier, self.live = tier, live
+        self.place, self.tier, self.live = place, tier, place == "host"
         self.ticket: Any = None
 
     @property
