@@ -37,6 +37,9 @@ bench: $(VENV)/.with-bench  ## measure beside DDP, FSDP2 and DeepSpeed; LINK=2gb
 	$(if $(LINK),,$(RUN) bench/checkpoints.py $(CHECKPOINTS))
 	$(if $(LINK),,$(RUN) bench/offload.py $(OFFLOAD))
 
+checklist: $(VENV)/.with-test  ## run the proof of every claim and write docs/checklist.md; some rows by ARGS="S12 S13"
+	$(RUN) bench/checklist.py $(ARGS)
+
 clean:  ## remove the virtual environment and the tools' caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -61,5 +64,5 @@ $(VENV)/.with-%: pyproject.toml $(TORCH_READY)
 	$(PIP) install --editable '.[$*]'
 	@touch $@
 
-.PHONY: help train test check bench clean
+.PHONY: help train test check bench checklist clean
 .PRECIOUS: $(VENV)/.with-%

@@ -31,6 +31,7 @@ from .materialise import Initialised, Source
 from .offload.places import Places
 from .offload.room import check_room
 from .planning import automatic
+from .residual.activations import Blocks, blocks_of
 
 
 def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None, **options: Any) -> tuple[Any, Any]:
@@ -57,12 +58,13 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
         settings, problem = Config(mesh=options.get("mesh", getattr(config, "mesh", None))), error
     tensor_mesh = wrap.tensor_mesh(model) if isinstance(model, nn.Module) else None
     mesh, wrong_mesh = meshes.resolve(settings.mesh, settings.device, tensor_mesh)
-    problem, facts = problem or wrong_mesh, []
+    problem, facts, blocks = problem or wrong_mesh, [], None
     if problem is None:
         try:
             plans = _check(model, optimizer, settings)
             source = _source(model, plans, settings, mesh.data.rank == 0)
-            facts = _facts(settings, plans, optimizer)
+            blocks = blocks_of(model, settings)
+            facts = [*_facts(settings, plans, optimizer), *(blocks.facts if blocks else ())]
         except ZeroError as error:
             problem = error
     comm = Comm(mesh, exact=mesh.backend != "nccl", check=settings.check)
@@ -74,7 +76,7 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     device = _device(settings, mesh.device_type, model)
     if settings.stage == AUTO:
         plans = automatic.choose(model, optimizer, plans, settings, device, comm)
-    return _assemble(model, optimizer, settings, plans, source, comm, device)
+    return assemble(model, optimizer, settings, plans, source, comm, Arena(device), blocks)
 
 
 def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
@@ -178,22 +180,23 @@ def _compare(everyone: list[list[str]]) -> None:
             raise RankMismatchError(f"shard() was called differently: rank 0 has {a}; rank {rank} has {b}")
 
 
-def _assemble(
+def assemble(
     model: nn.Module,
     optimizer: Any,
     config: Config,
     plans: list[wrap.Plan],
     source: Source,
     comm: Comm,
-    device: torch.device,
+    arena: Arena,
+    blocks: Blocks | None = None,
 ) -> tuple[Any, Any]:
-    arena = Arena(device)
+    """Everything after the checks: what `shard` returns, over these ranks and in this memory."""
     scaler = LossScaler(config.precision)
     reducer = Reducer(
         arena, comm, config.reduction == "mean", config.precision.reduce_dtype if config.precision else None
     )
     flats = [_flats(plan, config, comm) for plan in plans]
-    places = _places(model, optimizer, config, [flat for of_unit in flats for flat in of_unit], comm, device)
+    places = _places(model, optimizer, config, [flat for of_unit in flats for flat in of_unit], comm, arena.device)
     units = [Unit(plan.name, index, plan.module, flats[index]) for index, plan in enumerate(plans)]
     names = {module: name for name, module in model.named_modules()}
     runtime = Runtime(units, arena, comm, reducer, names, config)
@@ -207,6 +210,9 @@ def _assemble(
     model.__class__ = type(type(model).__name__, (ShardedModule, type(model)), {"__module__": type(model).__module__})
     model._zerodp = runtime  # type: ignore[assignment]
     runtime.hooks = module.install(model, runtime, config.precision)
+    if blocks is not None:
+        blocks.apply()
+        runtime.hooks.append(blocks)
     runtime.optimizer = None
     if optimizer is not None:
         runtime.optimizer = _take_optimizer(optimizer, plain, runtime, scaler)

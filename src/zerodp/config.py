@@ -8,80 +8,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .checks import bytes_of, number, unknown, whole
 from .core.stages import STAGES
 from .errors import ConfigError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BYTE_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-
-# Names that people bring from other libraries, and what to write here.
-RENAMED = {
-    "zero_stage": "stage", "reshard_after_forward": "stage", "sharding_strategy": "stage", "zero_optimization": "stage",
-    "mp_policy": "precision", "mixed_precision": "precision", "auto_wrap_policy": "units", "ignored_modules": "ignore",
-    "ignored_params": "ignore", "process_group": "mesh", "device_mesh": "mesh", "device_id": "device",
-    "reduce_bucket_size": "bucket_bytes", "allgather_bucket_size": "bucket_bytes", "bucket_cap_mb": "bucket_bytes",
-    "stage3_max_live_parameters": "unsharded_bytes", "stage3_prefetch_bucket_size": "prefetch",
-    "stage3_param_persistence_threshold": "ignore_below", "forward_prefetch": "prefetch", "offload_policy": "offload",
-    "cpu_offload": "offload", "offload_optimizer": "offload", "offload_optimizer_device": "offload", "offload_param": "offload",
-    "offload_params": "offload", "offload_param_device": "offload", "nvme_path": "offload", "cpu_offload_params": "offload",
-    "fp16": "precision", "bf16": "precision", "param_init_fn": "weights",
-    "gradient_clipping": "optimizer.clip_grad_norm_(max_norm)", "gradient_cliping": "optimizer.clip_grad_norm_(max_norm)",
-    "gradient_accumulation_steps": "several backward passes before optimizer.step()",
-    "train_batch_size": "the loader's own batch size", "train_micro_batch_size_per_gpu": "the loader's own batch size",
-}  # fmt: skip
-
-
-def unknown(what: str, name: str, names: Iterable[str]) -> str:
-    names = list(names)
-    if name in RENAMED:
-        return f"unknown {what} {name!r}; in zerodp this is {RENAMED[name]!r}"
-    near = difflib.get_close_matches(name, names, 1, 0.5)
-    return f"unknown {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "") + f" Valid: {', '.join(names)}"
-
-
-def number(name: str, value: Any, above: float | None = None, below: float | None = None, also: str = "") -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or (above is not None and not value > above) or (below is not None and not value < below):
-        span = " ".join(
-            t
-            for t in (f"above {above}" if above is not None else "", f"below {below}" if below is not None else "")
-            if t
-        )
-        raise ConfigError(f"{name}: expected a number {span}{f' or {also}' if also else ''}, got {value!r}")
-
-
-def whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}: expected a whole number of at least {least}, got {value!r}")
-
-
-def bytes_of(name: str, value: Any) -> int:
-    """An int, or text such as ``"4GB"`` (10^9) or ``"4GiB"`` (2^30), in bytes."""
-    if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if found and found[2].upper() in BYTE_UNITS:
-            return int(float(found[1]) * BYTE_UNITS[found[2].upper()])
-        raise ConfigError(f'{name}: expected a number of bytes such as 1000000, "500MB" or "4GiB", got {value!r}')
-    whole(name, value, least=0)
-    return int(value)
 
 
 @dataclass(frozen=True)
@@ -221,6 +158,19 @@ class Offload:
         return DELAYED_AFTER if self.delayed_update is True else self.delayed_update
 
 
+# ZeRO's configurations C1 to C5. The constant buffers (C_B) and the memory without fragments (M_D) of all five are always on.
+_CHECKPOINTED = {"checkpoint_activations": True}
+_PARTITIONED = {**_CHECKPOINTED, "partition_activations": True}
+PRESETS: dict[str, dict[str, Any]] = {
+    "C1": {"stage": 1, **_CHECKPOINTED},
+    "C2": {"stage": 1, **_PARTITIONED},
+    "C3": {"stage": 2, **_CHECKPOINTED},
+    "C4": {"stage": 2, **_PARTITIONED},
+    "C5": {"stage": 2, **_PARTITIONED, "offload": Offload(activations="host")},
+}
+ZERO_100B = "C4"
+
+
 @dataclass(frozen=True)
 class Config:
     """All options of :func:`zerodp.shard`; every field can be overridden there by name. See `docs/options.md`."""
@@ -240,6 +190,8 @@ class Config:
     bucket_bytes: int | None = None
     weights: str | None = None
     check: bool = True
+    checkpoint_activations: Any = False
+    partition_activations: Any = False
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen: normal forms are set once, here)
@@ -257,6 +209,9 @@ class Config:
             put("weights", _path("weights", self.weights))
         if self.units is not None:
             put("units", _units(self.units))
+        if not isinstance(self.checkpoint_activations, bool):
+            put("checkpoint_activations", _units(self.checkpoint_activations, "checkpoint_activations"))
+        self._check_activations()
         if self.reduction not in ("mean", "sum"):
             raise ConfigError(f'reduction: expected "mean" or "sum", got {self.reduction!r}')
         for name in ("ignore_below", "prefetch"):
@@ -265,6 +220,39 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise ConfigError(f"{name}: expected True or False, got {value!r}")
+
+    def _check_activations(self) -> None:
+        """What would do nothing is refused."""
+        moves = self.offload.activations != "device"
+        splits = self.partition_activations is not False and self.partition_activations is not None
+        idle = "partition_activations" if splits else "offload" if moves else None
+        if idle and self.checkpoint_activations is False:
+            raise ConfigError(
+                f"{idle}: what is split or moved are the inputs of checkpointed blocks, and none are; pass checkpoint_activations=True"
+            )
+
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> Config:
+        """A configuration of the ZeRO paper by its name there, ``"C1"`` to ``"C5"``, with `options` put over it.
+
+        All checkpoint the repeated blocks. C1: stage 1. C2: stage 1 and P_a. C3: stage 2. C4: stage 2 and P_a. C5: stage 2 and
+        P_a+cpu. P_a splits what is kept over the model's tensor-parallel ranks; for others give `partition_activations`.
+
+        Raises:
+            ConfigError: no such preset, or an option that cannot work.
+        """
+        if name not in PRESETS:
+            raise ConfigError(unknown("preset", name, PRESETS))
+        return cls.of(cls(**PRESETS[name]), options)
+
+    @classmethod
+    def zero_100b(cls, **options: Any) -> Config:
+        """ZeRO-100B, the configuration of the paper's largest runs: stage 2 and ZeRO-R, which is `preset("C4")`.
+
+        Raises:
+            ConfigError: an option that cannot work.
+        """
+        return cls.preset(ZERO_100B, **options)
 
     def bucket_bytes_on(self, backend: str, ranks: int) -> int:
         """Most bytes in one collective over so many ranks."""
@@ -351,7 +339,7 @@ def _device(value: Any) -> torch.device:
         raise ConfigError(f"device: expected a torch.device or its name, got {value!r} ({error})") from None
 
 
-def _units(value: Any) -> Callable[..., Any] | tuple[Any, ...]:
+def _units(value: Any, name: str = "units") -> Callable[..., Any] | tuple[Any, ...]:
     if isinstance(value, type) or isinstance(value, str):
         return (value,)
     if callable(value):
@@ -360,6 +348,6 @@ def _units(value: Any) -> Callable[..., Any] | tuple[Any, ...]:
     for item in items:
         if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, torch.nn.Module))):
             raise ConfigError(
-                f"units: expected module classes, glob patterns over module names, or a function (name, module) -> bool; got {item!r}"
+                f"{name}: expected module classes, glob patterns over module names, or a function (name, module) -> bool; got {item!r}"
             )
     return items

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import zerodp
@@ -25,6 +27,7 @@ PUBLIC = {
     "ShardedOptimizer",
     "Stats",
     "StorageError",
+    "TiledLinear",
     "ZeroError",
     "activation_checkpoint",
     "apply_activation_checkpointing",
@@ -41,7 +44,9 @@ PUBLIC = {
     "plan",
     "shard",
     "stats",
+    "tile_linears",
     "unshard",
+    "untile_linears",
 }
 
 
@@ -66,6 +71,14 @@ def test_public_names_have_docstrings(name: str) -> None:
     text = getattr(zerodp, name).__doc__
     assert text
     assert len(text.split()) > 3
+
+
+def test_the_package_needs_torch_only() -> None:
+    """Of what is installed with it; it is free software, and DeepSpeed, FairScale and the like are no part of it."""
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^dependencies = \["torch>=[\d.]+"\]$', project, re.MULTILINE)
+    assert 'license = "Apache-2.0"' in project
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
 def test_the_package_is_typed_and_has_one_version() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, export, inspect, plan, train
+from . import bench, compare, export, inspect, plan, train
 from .parser import Parser, UsageError
 
 
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="zerodp", description="ZeRO stages 0 to 3 for PyTorch as one mechanism.")
     parser.add_argument("--version", action="version", version=f"zerodp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (train, plan, bench, inspect, export):
+    for command in (train, plan, compare, bench, inspect, export):
         command.add_parser(commands)
     arguments = parser.parse_args(argv)
     try:

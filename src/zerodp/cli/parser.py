@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+MOST = 10**15  # of anything that is counted
 SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -26,10 +27,14 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].split("=")[0]
             self.error(f"unknown option {name}{near(name, self._option_string_actions)}")
+        for name, value in vars(known).items():
+            if value == []:  # what argparse makes of `--option=--`
+                self.error(f"argument --{name.replace('_', '-')}: expected one argument")
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        line = " ".join(message.split("\n"))  # what a user gave may have several
+        self.exit(2, f"{self.prog}: {line} (see {self.prog} --help)\n")
 
 
 def near(name: str, names: Iterable[str]) -> str:
@@ -53,7 +58,7 @@ def whole(least: int) -> Callable[[str], int]:
     """The type of a whole number."""
 
     def parse(text: str) -> int:
-        if not re.fullmatch(r"\d+", text) or int(text) < least:
+        if not re.fullmatch(r"\d{1,30}", text) or not least <= int(text) <= MOST:
             raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
         return int(text)
 
@@ -74,6 +79,6 @@ def positive(text: str) -> float:
 def size(text: str) -> int:
     """The type of a count such as 4M, 350k or 7.5e9."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kKmMbBtT]?)", text)
-    if found is None or float(found[1]) == 0:
+    if found is None or not 0 < float(found[1]) * SCALE[found[2].upper()] < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a count such as 4M, 350k or 7.5e9, got {text!r}")
     return round(float(found[1]) * SCALE[found[2].upper()])

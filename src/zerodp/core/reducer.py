@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..offload.home import GRADIENT, walk
 from .arena import Arena, Slot
+from .bits import same_memory
 from .comm import Comm, Handle
 from .mesh import Group
 from .norms import part as part_of
@@ -75,9 +76,7 @@ class Reducer:
         return True
 
     def _open(self, flat: Flat) -> None:
-        if self.comm.pairwise if flat.persistent is None else any(busy is flat for busy, _ in self.under_way):
-            # A bucket less is held while memory is fullest. Where the wire is fast the reduction has ended by then; on a slow
-            # one this rank waits for it here.
+        if any(busy is flat for busy, _ in self.under_way):
             self.drain()
         flat.open_bucket(self.arena)
         if flat not in self._early:
@@ -223,7 +222,7 @@ class Reducer:
             total = torch.add(total, parts[-1], out=out if direct else total)
         if scale != 1.0:
             total.mul_(scale)
-        if out is not None and total is not out and total.data_ptr() != out.data_ptr():
+        if out is not None and total is not out and not same_memory(total, out):
             out.copy_(total)
         return total if out is None else out
 

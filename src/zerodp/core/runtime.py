@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,6 @@ from .unit import Flat, Unit
 ROOT = "(root)"
 RUNTIMES: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()  # in the order of shard()
 TRACE_LENGTH = 100_000
-
-
-if TYPE_CHECKING:
-    from ..offload.places import Places
 
 
 class Event(NamedTuple):
@@ -66,7 +62,7 @@ class Runtime:
         self.module_names = names
         self.unit_of = {unit.module: unit for unit in units if unit.module is not None}
         self.pager = Pager(units, config.unsharded_bytes, config.prefetch, self)
-        self.pages: list[tuple[int, int, Flat]] = []  # addresses of the pages that are here
+        self.pages: dict[int, Flat] = {}  # the pages that are here, by the addresses of their storages
         self.passes: list[Pass] = []
         self.frames: list[Frame] = []
         self.orders: dict[tuple[Any, ...], Order] = {}
@@ -83,7 +79,7 @@ class Runtime:
         self.rearm: Callable[[], None]  # hangs lost gradient hooks again
         self.hooks: list[Any] = []  # handles that undo the module hooks
         self.optimizer: Any = None
-        self.places: Places  # which tier each piece rests in
+        self.places: Any  # `offload.places`: which tier each piece rests in
         self.control = Control(self, comm, config.check)
         comm.last_event = self.last_event
 
@@ -232,6 +228,8 @@ class Runtime:
         current, unit = self.passes[-1], flat.unit
         current.arrived = True
         unit.arrivals += 1
+        if unit.pages and 2 * unit.arrivals in (unit.expected, unit.expected + 1):
+            self.pager.halfway(current)
         if unit.arrivals == unit.expected:
             self.pager.complete(unit, current)
         elif unit.arrivals > unit.expected:
@@ -271,7 +269,7 @@ class Runtime:
     # ---- demand, launch, release
 
     def look(self) -> None:
-        """Somebody looks at masters or optimizer states: an update that runs beside training ends first."""
+        """Somebody looks at masters or states: an update that runs beside training ends first."""
         self.places.delay.end()
 
     def fault(self, where: Where, use: str) -> None:
@@ -328,13 +326,10 @@ class Runtime:
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
         try:
-            address = local_of(tensor).data_ptr()
+            flat = self.pages.get(torch._C._storage_address(local_of(tensor)))
         except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
             return tensor
-        for start, end, flat in self.pages:
-            if start <= address < end:
-                return Note(flat, tensor)
-        return tensor
+        return tensor if flat is None else Note(flat, tensor)
 
     def unpack(self, saved: Any) -> Tensor:
         if type(saved) is not Note:
@@ -373,8 +368,7 @@ class Runtime:
 
     def changed(self) -> None:
         """The masters have other values, on all ranks: forward computes with these from here on."""
-        homes = (home for flat in self.flats() for home in flat.homes if not home.source.is_master)
-        for home in walk(homes, (MASTER,)):
+        for home in walk((h for flat in self.flats() for h in flat.homes if not h.source.is_master), (MASTER,)):
             home.source.publish()
         for flat in self.flats():
             flat.stale = True

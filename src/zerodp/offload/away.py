@@ -48,7 +48,7 @@ def away(what: str, numel: int, dtype: torch.dtype) -> AwayTensor:
 
 def hole(numel: int, dtype: torch.dtype) -> Tensor:
     """[numel] without memory; NaN where anything could see it."""
-    return placeholder(dtype, torch.device("cpu")).expand(numel)
+    return placeholder(torch.empty(1, dtype=dtype, device="cpu")).expand(numel)
 
 
 _twins: dict[type, type] = {}

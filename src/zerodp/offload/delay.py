@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..core.norms import part
 from ..core.parameter import set_grad
-from .home import Elsewhere, Home
+from .elsewhere import Elsewhere
+from .home import Home
 from .stepping import LARGE_WINDOW_NUMEL, Update, fits, run
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .home import MASTER, STATES, Elsewhere, Home, walk
+from .elsewhere import Elsewhere
+from .home import MASTER, STATES, Home, walk
 
 
 class Reader:

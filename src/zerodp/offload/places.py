@@ -20,7 +20,8 @@ from ..tiers.file import ALIGN
 from ..tiers.host import HostTier
 from . import room
 from .delay import Chosen, Delay
-from .home import Elsewhere, Home
+from .elsewhere import Elsewhere
+from .home import Home
 from .source import Beside, Kept, Source
 
 if TYPE_CHECKING:

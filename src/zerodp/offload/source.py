@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.bits import same_memory
 from ..tiers import Tier
 from ..tiers.host import HostTier
 
@@ -91,7 +92,7 @@ class Beside(Copied):
 
     def fetch(self, out: Tensor) -> None:
         self.arrive()
-        if out.data_ptr() != self.values.data_ptr():
+        if not same_memory(out, self.values):
             out.copy_(self.values)
 
     def publish(self) -> None:

@@ -52,8 +52,8 @@ class Page:
 
     @property
     def size(self) -> int:
-        """Bytes in whole blocks."""
-        return aligned(self.numel * self.dtype.itemsize)
+        """Bytes in whole blocks, at least one."""
+        return aligned(max(self.numel * self.dtype.itemsize, 1))
 
     @property
     def values(self) -> Tensor:

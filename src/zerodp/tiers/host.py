@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.arena import Arena, Slot
+from ..regions import ALIGN
 from . import ARRIVED, Ledger, Resting, Transfer
 
 
@@ -34,7 +35,7 @@ class HostTier:
 
     latent = True
 
-    def __init__(self, device: torch.device, align: int = 1) -> None:
+    def __init__(self, device: torch.device, align: int = ALIGN) -> None:
         self.device = device
         self.stream = None if device.type == "cpu" else torch.Stream(device)
         self.arena = Arena(torch.device("cpu"), pinned=self.stream is not None, align=align)

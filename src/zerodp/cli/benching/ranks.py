@@ -46,7 +46,7 @@ def add_options(parser: Parser, ranks: int = 2) -> None:
 
 
 def on_ranks(task: str, arguments: argparse.Namespace, settings: dict[str, Any]) -> Any:
-    """The value that function `task` ("links.measure") gives on rank 0 for (device, settings), or None on other ranks.
+    """The value that function `task` ("links.measure" in this package, ".compare.on_rank" beside it) gives on rank 0 for (device, settings), or None on other ranks.
 
     Raises:
         UsageError: --ranks under torchrun, or a rank that failed.
@@ -71,7 +71,7 @@ def call(task: str, device_name: str, threads: int, settings: dict[str, Any]) ->
     torch.set_num_threads(threads)
     device = choose_device(device_name)
     with process_group(device):
-        found = getattr(importlib.import_module(f"{__package__}.{module}"), function)(device, settings)
+        found = getattr(importlib.import_module(f".{module}", __package__), function)(device, settings)
         return found if dist.get_rank() == 0 else None
 
 
