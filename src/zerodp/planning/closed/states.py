@@ -153,11 +153,13 @@ def in_use(
     exact: Number,
     accumulates: Number = False,
     opened: Number = 0,
+    owned: Number = None,
 ) -> dict[str, Number]:
     """Bytes at work during a pass: gathered pages, and gradient buckets with what they are received into and summed in.
 
     numel: elements of the largest unit; root: of the root unit, which may be in use besides; pages: units gathered at one
-    time; ranks: of the shard group; opened: bytes of the root's bucket, which is open all the while; exact: on gloo, where a reduction ends before the next unit's bucket opens. Elsewhere, and
+    time; ranks: of the shard group; opened: bytes of the root's bucket, which is open all the while;
+    owned: elements of its parameters that this rank steps on, None for an equal part; exact: on gloo, where a reduction ends before the next unit's bucket opens. Elsewhere, and
     where whole gradients stay, one unit's gradients are on their way while the next one's bucket fills.
     """
     bucket, low = numel * size.compute, differs(size.compute, size.rest)
@@ -169,7 +171,7 @@ def in_use(
     reducing = choose(residency.shards_gradients, units * bucket, 0) + ways + sums + opened
     # The optimizer steps on gradients in the master's dtype: others are cast for one unit at a time.
     stored = choose(residency.shards_gradients, size.gradient, choose(accumulates, ACCUMULATED_BYTES, size.compute))
-    stepping = choose(differs(stored, size.rest), numel / ranks * size.rest, 0)
+    stepping = choose(differs(stored, size.rest), (numel / ranks if owned is None else owned) * size.rest, 0)
     return {
         "unsharded": choose(residency.shards_parameters, pages * bucket + root * size.compute, 0),
         "buckets": most(reducing, stepping),
