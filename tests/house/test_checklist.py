@@ -11,7 +11,7 @@ import pytest
 from tests.house.source import ROOT
 
 # Claims whose proofs are on their way.
-OPEN = {"S18", "S25", "S27", "S42", "S57", "S58", "S59", "S63", "S69"}
+OPEN = {"S18", "S42", "S57", "S58", "S59"}
 
 
 @pytest.fixture(scope="module")
