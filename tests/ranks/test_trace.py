@@ -47,8 +47,8 @@ backward: gather 1
 backward: use 2
 backward: reduce 2
 backward: free 2
-backward: gather 0
 backward: use 1
+backward: gather 0
 backward: reduce 1
 backward: free 1
 backward: use 0

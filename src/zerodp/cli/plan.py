@@ -18,6 +18,7 @@ from ..planning.models import Shape, short
 from ..planning.page import html
 from ..planning.plan import Plan, plan
 from ..planning.setup import CHECKPOINTING, TIERS, Setup
+from ..planning.timeline.machine import MACHINES
 from .parser import Parser, UsageError, one_of, positive, size, whole
 
 EPILOG = """\
@@ -68,6 +69,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         add(group, name, str, text, "BYTES")
     add(group, "device_flops", positive, "achievable FLOPs per second of a device", "RATE")
     add(group, "headroom", float, "part of the device memory to leave free", "PART")
+    add(group, "links", str, f"simulate steps: a file of zerodp bench links, or one of {', '.join(MACHINES)}", "FILE")
     group = parser.add_argument_group("how to train")
     add(group, "precision", one_of(list(PRECISIONS)), "dtype of compute: " + ", ".join(PRECISIONS), "DTYPE")
     add(group, "optimizer", one_of(list(MOMENTS)), ", ".join(MOMENTS), "NAME")
@@ -75,6 +77,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add(group, "batch", whole(1), "samples per device and backward pass", "N")
     add(group, "sequence", whole(1), "tokens of a sample", "N")
     add(group, "accumulate", whole(1), "backward passes per step", "N")
+    add(group, "tokens", size, "tokens of the whole training, for its time", "COUNT")
     add(group, "checkpointing", one_of(CHECKPOINTING), "of activations: " + ", ".join(CHECKPOINTING), "KIND")
     group.add_argument(
         "--partition-activations", action="store_true", help="split checkpoints over tensor parallel ranks"
@@ -175,6 +178,8 @@ def show(found: Plan) -> None:
     for part in ("compute", "wire", "host link"):
         seconds = [one.seconds.get(part) for one in estimates.values()]
         row(f"seconds of {part}", ["" if value is None else f"{value:.3g}" for value in seconds])
+    for name, *cells in found.time_rows():
+        row(name, cells)
     if found.fits is not None:
         row("fits", ["no" if one.problems else "yes" for one in estimates.values()], end=True)
         for name in ("parameters", "batch", "sequence"):

@@ -46,12 +46,22 @@ class Pager:
                 len(current.frozen) > 1
             ):  # the backward of a unit without gradients ends unseen; when the next but one begins, it has
                 self.let_go(self.units[current.frozen.pop(0)])
-        self._prefetch(current)
+        comes_halfway = unit.expected > 0 and self.runtime.reducer.under_way
+        self._prefetch(current, self.prefetch - bool(comes_halfway))
         self.wanted = None
 
-    def _prefetch(self, current: Pass) -> None:
+    def halfway(self, current: Pass) -> None:
+        """Half of a page's gradients are here: the bucket before its own goes, and then the next page comes.
+
+        Either alone would stand in memory for the whole of the unit's backward. So one of them does at a time, and each has
+        half of the computing to hide behind.
+        """
+        self.runtime.reducer.drain()
+        self._prefetch(current, self.prefetch)
+
+    def _prefetch(self, current: Pass, most: int) -> None:
         ops = current.order.ops
-        while current.pointer < len(ops) and ops[current.pointer][0] == GATHER and len(current.ahead) < self.prefetch:
+        while current.pointer < len(ops) and ops[current.pointer][0] == GATHER and len(current.ahead) < most:
             index = ops[current.pointer][1]
             if self._launch(ops[current.pointer]):
                 current.ahead[index] = current.pointer

@@ -72,9 +72,7 @@ class Reducer:
         return True
 
     def _open(self, flat: Flat) -> None:
-        if self.comm.pairwise if flat.persistent is None else any(busy is flat for busy, _ in self.under_way):
-            # A bucket less is held while memory is fullest. Where the wire is fast the reduction has ended by then; on a slow
-            # one this rank waits for it here.
+        if any(busy is flat for busy, _ in self.under_way):
             self.drain()
         flat.open_bucket(self.arena)
         if flat not in self._early:

@@ -226,6 +226,8 @@ class Runtime:
         current, unit = self.passes[-1], flat.unit
         current.arrived = True
         unit.arrivals += 1
+        if unit.pages and 2 * unit.arrivals in (unit.expected, unit.expected + 1):
+            self.pager.halfway(current)
         if unit.arrivals == unit.expected:
             self.pager.complete(unit, current)
         elif unit.arrivals > unit.expected:

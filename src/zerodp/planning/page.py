@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -14,6 +16,7 @@ from .estimate import KINDS
 from .models import Model
 from .plan import Plan
 from .setup import Setup
+from .timeline.picture import duration, of_timeline
 
 
 def formulas() -> str:
@@ -63,8 +66,14 @@ def inputs(model: Model, setup: Setup) -> dict[str, Any]:
     }
 
 
-def html(plan: Plan) -> str:
-    """The whole page."""
+def html(plan: Plan, sections: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole page; `sections` are (heading, HTML) that stand below the verdict, before what the sliders change."""
+    if plan.chosen in plan.timelines:
+        step = plan.timelines[plan.chosen]
+        told = (
+            f"Stage {plan.chosen}: {duration(step.seconds)}, of it {duration(step.exposed)} waiting for the wire (red)."
+        )
+        sections = [*sections, ("One step, simulated", f'<p class="soft">{told}</p>{of_timeline(step)}')]
     facts = {
         "name": plan.model.name,
         "chosen": plan.chosen,
@@ -74,7 +83,8 @@ def html(plan: Plan) -> str:
         "assumptions": list(plan.assumptions),
     }
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    text = template.replace("/* FORMULAS */", formulas())
+    extra = "".join(f"<section><h2>{escape(heading)}</h2>{body}</section>\n" for heading, body in sections)
+    text = template.replace("/* FORMULAS */", formulas()).replace("<!-- SECTIONS -->", extra)
     for mark, value in (("/* INPUTS */", inputs(plan.model, plan.setup)), ("/* FACTS */", facts)):
         text = text.replace(mark, json.dumps(value).replace("<", "\\u003c"))
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -14,9 +14,13 @@ from ..core.wrap import check_model
 from ..errors import ConfigError
 from .estimate import KINDS, Estimate, amount, estimate
 from .huggingface import of_config
-from .models import MOST, Model, Shape, of_count, of_module, of_shape
+from .models import MOST, Model, Shape, of_count, of_module, of_shape, short
 from .recommend import Recommendation, most_that_fit, recommend
 from .setup import Setup
+from .timeline.picture import duration
+from .timeline.predict import predict
+from .timeline.simulate import Timeline
+from .training_time import training_seconds
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Plan:
     """What :func:`plan` found; print it for a table, `as_json()` for the same as plain values.
 
     estimates: by stage, bytes and elements of one device and step; chosen: the stage asked for, or the recommended one;
-    largest: per stage the most "parameters", "batch" and "sequence" that fit, where the memory is known.
+    largest: per stage the most "parameters", "batch" and "sequence" that fit, where the memory is known; timelines: per stage a
+    simulated step, where the links are known.
     """
 
     model: Model
@@ -33,6 +38,7 @@ class Plan:
     recommendation: Recommendation
     chosen: int
     largest: dict[int, dict[str, int]]
+    timelines: dict[int, Timeline] = field(default_factory=dict)
 
     @property
     def recommended(self) -> int:
@@ -60,8 +66,28 @@ class Plan:
             f"activations for {setup.batch} x {sequence} tokens per device, checkpointing {setup.checkpointing}"
             if self.model.shape is not None and sequence
             else "activations are not counted: no shape or sequence is known",
+            *self._about_time(),
             *self.model.assumptions,
         )
+
+    def _about_time(self) -> list[str]:
+        links, lines = self.setup.links, []
+        if self.timelines:
+            lines.append(f"times are simulated, with {links.name} ({links.source})")
+        elif links is not None:
+            lines.append("times are not simulated: no sequence is known, or states are offloaded")
+        if self.training_seconds(self.chosen) is not None:
+            by = (
+                "simulated steps"
+                if self.timelines
+                else f"{self.setup.device_flops:.3g} FLOPs per second and device, all of them used"
+            )
+            lines.append(f"training time is for {short(self.setup.tokens or 0)} tokens, by {by}")
+        return lines
+
+    def training_seconds(self, stage: int) -> float | None:
+        """Of the whole training by this stage; None without `tokens` or a rate."""
+        return training_seconds(self.model, self.setup, self.estimates[stage], self.timelines.get(stage))
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: `stages` maps "0".."3" to their figures, `recommended` is a stage."""
@@ -95,10 +121,24 @@ class Plan:
             "host_link_bytes": round(one.host_link_bytes),
             "flops": None if one.flops is None else round(one.flops),
             "seconds": one.seconds,
+            "step": self.timelines[one.stage].as_json() if one.stage in self.timelines else None,
+            "training_seconds": self.training_seconds(one.stage),
             "fits": None if self.setup.usable_bytes is None else not one.problems,
             "problems": list(one.problems),
             "largest": self.largest[one.stage],
         }
+
+    def time_rows(self) -> list[list[str]]:
+        """(what, by stage), where something is known of it."""
+        rows = []
+        if self.timelines:
+            steps = self.timelines.values()
+            rows.append(["step, simulated", *(duration(one.seconds) for one in steps)])
+            rows.append(["of it waiting", *(duration(one.exposed) if one.exposed else "0" for one in steps)])
+        whole = [self.training_seconds(stage) for stage in self.estimates]
+        if any(whole):
+            rows.append(["training time", *(duration(one) for one in whole if one is not None)])
+        return rows
 
     def __str__(self) -> str:
         kinds = [kind for kind in KINDS if any(one.kinds[kind] for one in self.estimates.values())]
@@ -107,6 +147,7 @@ class Plan:
         rows += [[kind, *(amount(one.kinds[kind]) for one in self.estimates.values())] for kind in kinds]
         rows.append(["device", *(amount(one.device_bytes) for one in self.estimates.values())])
         rows.append(["sent per step", *(amount(one.sent_bytes) for one in self.estimates.values())])
+        rows += self.time_rows()
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([f"{self.model.name} on {self.setup.world_size} devices", *lines, self.reason])
@@ -156,7 +197,9 @@ def plan(
     estimates = {number: estimate(model, setup, number) for number in STAGES}
     found = recommend(model, setup, estimates)
     largest = {number: most_that_fit(model, setup, number) for number in STAGES}
-    return Plan(model, setup, estimates, found, found.stage if stage is None else stage, largest)
+    steps = {number: predict(model, setup, number, setup.links) for number in STAGES if setup.links is not None}
+    timelines = {number: step for number, step in steps.items() if step is not None}
+    return Plan(model, setup, estimates, found, found.stage if stage is None else stage, largest, timelines)
 
 
 def _number(stage: Any) -> int:

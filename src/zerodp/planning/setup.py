@@ -11,6 +11,7 @@ from typing import Any
 from ..config import PRECISIONS, Config, Precision, bytes_of, number, unknown, whole
 from ..errors import ConfigError
 from .closed.states import MOMENTS, BytesPolicy, policy
+from .timeline.machine import machine_of
 
 TIERS = ("device", "host", "disk")
 CHECKPOINTING = ("none", "selective", "full")
@@ -41,6 +42,8 @@ class Setup:
     checkpointing: "none", "selective" (attention scores are not kept, as with scaled_dot_product_attention), "full".
     partition_activations: checkpoints are split over the tensor parallel ranks (P_a).
     offload_optimizer, offload_params, offload_activations: "device", "host" or "disk".
+    links: what a step's time is simulated with: a file of `zerodp bench links`, "dgx-2", "dgx-a100" or "dgx-h100", or a
+        `timeline.machine.Machine`; tokens: of the whole training, for an estimate of its time.
     """
 
     world_size: int
@@ -69,6 +72,8 @@ class Setup:
     unsharded_bytes: int = 0
     bucket_bytes: int | None = None
     exact: bool = False
+    links: Any = None
+    tokens: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("world_size", "replicate", "tensor_parallel", "batch", "accumulate"):
@@ -84,6 +89,10 @@ class Setup:
             raise ConfigError(f"headroom: expected a part of at least 0 and below 1, got {self.headroom!r}")
         if self.device_flops is not None:
             number("device_flops", self.device_flops, above=0)
+        if self.tokens is not None:
+            number("tokens", self.tokens, above=0)
+        if self.links is not None:
+            object.__setattr__(self, "links", machine_of(self.links))
         object.__setattr__(self, "precision", Config.of(None, {"precision": self.precision}).precision)
         for name, values in (
             ("checkpointing", CHECKPOINTING),

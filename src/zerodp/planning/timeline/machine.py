@@ -1,4 +1,4 @@
-"""What a machine's links and processors cost: α–β links, a rate of compute over work size, memory. Made by hand or by `zerodp bench links`.
+"""What a machine's links and processors cost: links of a latency and a bandwidth, a rate of compute over work size, memory. Made by hand or by `zerodp bench links`.
 
 Figures in, seconds out; it knows no models and no schedules.
 """
@@ -11,7 +11,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,15 @@ class Transfer:
     launch: float = 0.0
 
 
+def together(transfers: Sequence[Transfer]) -> Transfer:
+    """One after another on the same lane."""
+    return Transfer(
+        sum(one.latency for one in transfers),
+        sum(one.seconds for one in transfers),
+        sum(one.launch for one in transfers),
+    )
+
+
 @dataclass(frozen=True)
 class Machine:
     """Devices alike, in nodes alike.
@@ -77,7 +86,7 @@ class Machine:
             return self.compute[max(place - 1, 0)][1]
         (a, low), (b, high) = self.compute[place - 1], self.compute[place]
         part = math.log(work / a) / math.log(b / a)
-        return low * (high / low) ** part
+        return float(low * (high / low) ** part)
 
     def compute_seconds(self, flops: float, work: float) -> float:
         """For `flops` in operations of `work` each."""

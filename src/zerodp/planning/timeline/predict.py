@@ -10,7 +10,7 @@ from ..closed import activations
 from ..estimate import Placed, Stage, element_bytes, place
 from ..models import Model, UnitSpec
 from ..setup import Setup
-from .machine import Machine, Transfer
+from .machine import Machine, Transfer, together
 from .program import Wires, program
 from .rehearsal import Moment, Part, rehearse
 from .simulate import Timeline, timeline
@@ -129,12 +129,12 @@ def wires_of(model: Model, placed: Mapping[str, list[Placed]], setup: Setup, mac
     gathers, reduces, sums = {}, {}, {}
     for name, flats in placed.items():
         if any(f.ranks > 1 for f in flats):
-            gathers[name] = _together(
+            gathers[name] = together(
                 [_transfer(machine, "all_gather", f, f.spec.compute, setup) for f in flats if f.ranks > 1]
             )
         reducing = [f for f in flats if f.spec.trains and f.ranks * f.replicas > 1]
         if reducing:
-            reduces[name] = _together([_reduction(machine, f, setup) for f in reducing])
+            reduces[name] = together([_reduction(machine, f, setup) for f in reducing])
             added = [(f.ranks + 1) / f.ranks if setup.exact else 3 / f.ranks for f in reducing]
             sums[name] = machine.memory_seconds(
                 sum(times * f.whole * f.spec.gradient for times, f in zip(added, reducing, strict=True))
@@ -158,7 +158,7 @@ def _reduction(machine: Machine, flat: Placed, setup: Setup) -> Transfer:
         sent = 2 * flat.shard * element_bytes("all_reduce", flat, setup) * (flat.replicas - 1) / flat.replicas
         stride = setup.tensor_parallel * flat.ranks
         found.append(machine.transfer("all_reduce", flat.replicas, stride, sent, flat.pieces))
-    return _together(found)
+    return together(found)
 
 
 def _tensor(model: Model, setup: Setup, machine: Machine) -> dict[tuple[str, str, str], Transfer]:
@@ -174,12 +174,3 @@ def _tensor(model: Model, setup: Setup, machine: Machine) -> dict[tuple[str, str
             times = 4 if setup.checkpointing == "full" else 2
             found["bucket", unit.name, "backward"] = machine.transfer("all_reduce", ranks, 1, times * sent, times)
     return found
-
-
-def _together(transfers: list[Transfer]) -> Transfer:
-    """One after another on the same lane."""
-    return Transfer(
-        sum(one.latency for one in transfers),
-        sum(one.seconds for one in transfers),
-        sum(one.launch for one in transfers),
-    )

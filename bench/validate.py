@@ -1,0 +1,156 @@
+"""Simulated against measured steps: `python bench/validate.py --ranks 2` (and 4), for stages 1 to 3 and several wires.
+
+The step is recorded without a wire (what the training thread does after each event), the wire is measured on its own or set by
+delays.py, and the simulator puts the two together. Beside it stands the step as it is, measured with the wire in it. Recordings and
+measurements alternate, since a machine gets slower and faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import launch
+import report
+import torch
+import torch._dynamo  # loaded on an optimizer's first step, and no part of any step that counts
+import torch.distributed as dist
+from delays import delay
+from methods import METHODS, Workload
+from model import batches
+
+DOC = Path(__file__).parents[1] / "docs" / "step-time.md"
+LIMIT = 0.15  # the most that a simulated step may be off, as a part of the measured one
+# latency in seconds and bandwidth in bytes per second that a rank sends; None: the loopback device as it is
+WIRES: dict[str, tuple[float, float] | None] = {
+    "loopback": None,
+    "5 ms, 1 GB/s": (5e-3, 1e9),
+    "2 ms, 0.25 GB/s": (2e-3, 0.25e9),
+}
+
+
+def stepper(name: str, work: Workload) -> tuple[torch.nn.Module, Callable[[], None]]:
+    """A sharded model, and what makes one step of it."""
+    trainer = METHODS[name].build(work.model(), work)
+    source = batches(dist.get_rank(), work.bsz, work.ctx)
+
+    def step() -> None:
+        trainer.step(list(itertools.islice(source, work.accum)))
+
+    return trainer.model, step
+
+
+def times(step: Callable[[], None], count: int) -> list[float]:
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def compare(name: str, work: Workload, wires: Sequence[str], rounds: int, seconds: float) -> dict[str, Any]:
+    """Per wire, the median of simulated and of measured steps (a collective)."""
+    from zerodp.planning.timeline.calibrate import calibrate
+    from zerodp.planning.timeline.machine import Link
+    from zerodp.planning.timeline.recording import record, replay
+
+    twin, twin_step = stepper(name, work)
+    subjects = {}
+    for wire in wires:
+        model, step = stepper(name, work)
+        if (costs := WIRES[wire]) is not None:
+            delay(model, *costs)
+        times(step, work.warmup)
+        subjects[wire] = step
+    found: dict[str, dict[str, list[float]]] = {
+        wire: {"simulated": [], "measured": [], "exposed": []} for wire in wires
+    }
+    for _ in range(rounds):
+        machine = calibrate(torch.device("cpu"), seconds=seconds)
+        moments = record(twin, twin_step, steps=3)
+        for wire, step in subjects.items():
+            costs = WIRES[wire]
+            size = dist.get_world_size()
+            slow = (
+                machine
+                if costs is None
+                else dataclasses.replace(machine, inside=(Link("any", size, *costs),), shared_rate=1.0)
+            )
+            step_found = replay(twin, moments, slow)
+            found[wire]["simulated"].append(step_found.seconds)
+            found[wire]["exposed"].append(step_found.exposed)
+            found[wire]["measured"] += times(step, work.steps)
+    return {wire: {key: statistics.median(values) for key, values in row.items()} for wire, row in found.items()}
+
+
+def rank_main(task: Any) -> None:
+    name, fields, wires, rounds, seconds = task
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = compare(name, Workload(**fields), wires, rounds, seconds)
+    if dist.get_rank() == 0:
+        launch.report(result)
+    dist.destroy_process_group()
+
+
+def rows_of(found: dict[str, dict[str, Any]], ranks: int) -> list[list[str]]:
+    rows = []
+    for name, wires in found.items():
+        for wire, row in wires.items():
+            off = row["simulated"] / row["measured"] - 1
+            cells = [f"{ranks} ranks, {METHODS[name].label}, {wire}"]
+            cells += [f"{row[key] * 1e3:.0f}" for key in ("simulated", "measured", "exposed")]
+            rows.append([*cells, f"{off:+.0%}"])
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench/validate.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--methods", default="zerodp1,zerodp2,zerodp3", help="methods of bench/run.py")
+    parser.add_argument("--wires", default="; ".join(WIRES), help=f"of {'; '.join(WIRES)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=3, help="recordings and measurements in turn (default: 3)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.05, help="for each measurement of the machine (default: 0.05)"
+    )
+    parser.add_argument("--dim", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--ctx", type=int, default=128)
+    parser.add_argument("--page", type=Path, help="a page whose block 'validation N ranks' is replaced")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
+    parser.add_argument("--rank", metavar="TASK", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.rank:
+        rank_main(json.loads(args.rank))
+        return 0
+    wires = [wire.strip() for wire in args.wires.split(";")]
+    work = Workload(dim=args.dim, layers=args.layers, ctx=args.ctx, steps=4, warmup=2)
+    found: dict[str, dict[str, Any]] = {}
+    for name in args.methods.split(","):
+        task = json.dumps([name, vars(work), wires, args.rounds, args.seconds])
+        found[name] = launch.run_ranks(Path(__file__), "--rank", task, ranks=args.ranks)
+    columns = ["", "simulated, ms", "measured, ms", "of it waiting, simulated", "off by"]
+    rows = rows_of(found, args.ranks)
+    title = f"Steps of {work.numel / 1e6:.1f}M parameters, fp32, {args.ranks} gloo ranks of one thread"
+    report.table(title, columns, rows)
+    worst = max(abs(row["simulated"] / row["measured"] - 1) for one in found.values() for row in one.values())
+    print(f"the largest difference is {worst:.0%}; the aim is at most {LIMIT:.0%}")
+    content = {"workload": vars(work), "ranks": args.ranks, "wires": WIRES, "found": found, "worst": worst}
+    report.save(f"simulated-{args.ranks}-ranks", content, args.out)
+    if args.page:
+        text = f"{title}; {args.rounds} rounds.\n\n{report.markdown(columns, rows)}\n\nThe largest difference is {worst:.0%}."
+        report.fill(args.page, f"validation {args.ranks} ranks", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
