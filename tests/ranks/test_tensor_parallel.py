@@ -27,7 +27,7 @@ import zerodp
 from tests.house.source import ROOT
 from tests.ranks.pool import Pool, on_ranks
 
-VOCABULARY, CONTEXT, STEPS = 30, 8, 10  # 30 rows do not divide by 4
+VOCABULARY, CONTEXT, STEPS = 30, 8, 5  # 30 rows do not divide by 4
 SHAPES = [(2, 2), (4, 1), (1, 4)]
 HYBRID = ("replicate", "shard", "tp")
 
