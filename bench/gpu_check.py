@@ -1,10 +1,11 @@
 """One script, under eight minutes on one GPU: is zerodp right, as lean as it says, and fast on NCCL?
 
-`python bench/gpu_check.py`. Three tables, also written to bench/results/:
+`python bench/gpu_check.py`. Four tables, also written to bench/results/:
 
 1. right: every stage against plain torch on a small GPT, in fp32 (equal to the last bit) and in bf16 (close);
 2. memory: what the allocator holds at rest and at its peak, against what `zerodp.stats` says;
-3. speed: tokens per second on a GPT of about 1B parameters, against FSDP2 and plain torch, in bf16.
+3. fragments: with sequences of varying lengths, what the arena and the allocator hold beyond what is in use;
+4. speed: tokens per second on a GPT of about 1B parameters, against FSDP2 and plain torch, in bf16.
 
 Without CUDA it runs on the CPU over gloo with a tiny model, which shows that the script works and nothing else.
 The world is one rank, so what is measured is the library itself; a wire is `bench/run.py`'s subject.
@@ -64,9 +65,9 @@ def plain(shape: dict[str, int]) -> Pair:
     return model, adam(model)
 
 
-def sharded(shape: dict[str, int], stage: int, precision: str) -> Pair:
+def sharded(shape: dict[str, int], stage: int, precision: str, **options: Any) -> Pair:
     model = build(shape)
-    return zerodp.shard(model, adam(model), stage=stage, precision=precision)
+    return zerodp.shard(model, adam(model), stage=stage, precision=precision, **options)
 
 
 def fsdp2(shape: dict[str, int]) -> Pair:
@@ -204,7 +205,40 @@ def _memory_of(stage: int, rows: int, activations: int) -> Row:
     return row
 
 
-# ---- 3. speed
+# ---- 3. fragments
+
+
+def check_fragments(steps: int = 30) -> list[Row]:
+    """Blocks checkpointed to the host, sequences of varying lengths after the longest."""
+    return [_fragments_of(stage, 2 if CUDA else 1, steps if CUDA else 4) for stage in (2, 3)]
+
+
+def _fragments_of(stage: int, rows: int, steps: int) -> Row:
+    shape = MEDIUM if CUDA else SMALL
+    pair = sharded(shape, stage, "bf16", checkpoint_activations=True, offload=zerodp.Offload(activations="host"))
+    train(pair, 2, rows, shape)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    before = zerodp.stats(pair[0]).memory
+    lengths = torch.randint(1, shape["ctx"] + 1, (steps,), generator=torch.Generator().manual_seed(2))
+    for length in lengths.tolist():
+        train(pair, 1, rows, {**shape, "ctx": length})
+    after = zerodp.stats(pair[0]).memory
+    found = torch.cuda.memory_stats() if CUDA else {}
+    row = {
+        "stage": stage,
+        "reserved": after.reserved,
+        "allocations": after.allocations - before.allocations,
+        "allocator_reserved": found.get("reserved_bytes.all.peak"),
+        "allocator_active": found.get("active_bytes.all.peak"),
+        "ok": (after.reserved, after.allocations) == (before.reserved, before.allocations),
+    }
+    del pair
+    clean()
+    return row
+
+
+# ---- 4. speed
 
 
 def check_speed(shape: dict[str, int], rows: int, steps: int) -> list[Row]:
@@ -249,7 +283,7 @@ def fitting(shape: dict[str, int], rows: int) -> dict[str, int]:
 # ---- the whole
 
 
-def show(right: list[Row], memory: list[Row], speed: list[Row]) -> None:
+def show(right: list[Row], memory: list[Row], fragments: list[Row], speed: list[Row]) -> None:
     verdict = {True: "ok", False: "WRONG"}
     rows = [[r["what"], f"{r['difference']:.2e}", f"{r['allowed']:.2e}", verdict[r["ok"]]] for r in right]
     report.table("Against plain torch", ["what", "largest difference", "allowed", ""], rows)
@@ -257,6 +291,18 @@ def show(right: list[Row], memory: list[Row], speed: list[Row]) -> None:
     rows = [[f"stage {r['stage']}", *(f"{r[key] / MIB:.0f}" for key in keys), verdict[r["ok"]]] for r in memory]
     columns = ["MiB", "at rest", "by stats", "peak", "by stats", "activations, at most", ""]
     report.table("Allocator against zerodp.stats", columns, rows)
+    keys = ("reserved", "allocator_reserved", "allocator_active")
+    rows = [
+        [
+            f"stage {r['stage']}",
+            str(r["allocations"]),
+            *("" if r[key] is None else f"{r[key] / MIB:.1f}" for key in keys),
+            verdict[r["ok"]],
+        ]
+        for r in fragments
+    ]
+    columns = ["MiB", "allocations after the longest", "arena", "allocator, reserved", "of it active", ""]
+    report.table("Varying sequence lengths", columns, rows)
     rows = [
         [
             r["what"],
@@ -279,10 +325,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if CUDA:
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if CUDA else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    right, memory = check_right(), check_memory()
+    right, memory, fragments = check_right(), check_memory(), check_fragments()
     shape = fitting(LARGE, args.rows)
     speed = check_speed(shape, args.rows, args.steps)
-    show(right, memory, speed)
+    show(right, memory, fragments, speed)
     seconds = time.perf_counter() - start
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(**shape).parameters())
@@ -293,11 +339,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "shape": shape,
         "right": right,
         "memory": memory,
+        "fragments": fragments,
         "speed": speed,
     }
     report.save(f"gpu-check-{DEVICE.type}", content, args.out)
     dist.destroy_process_group()
-    return 0 if all(row["ok"] for row in (*right, *memory)) else 1
+    return 0 if all(row["ok"] for row in (*right, *memory, *fragments)) else 1
 
 
 if __name__ == "__main__":

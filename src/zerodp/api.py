@@ -27,6 +27,7 @@ from .core.unit import Flat, Unit
 from .errors import ConfigError, RankMismatchError, ZeroError
 from .materialise import Initialised, Source
 from .planning import automatic
+from .residual.activations import Blocks, blocks_of
 
 
 def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None, **options: Any) -> tuple[Any, Any]:
@@ -53,12 +54,13 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
         settings, problem = Config(mesh=options.get("mesh", getattr(config, "mesh", None))), error
     tensor_mesh = wrap.tensor_mesh(model) if isinstance(model, nn.Module) else None
     mesh, wrong_mesh = meshes.resolve(settings.mesh, settings.device, tensor_mesh)
-    problem, facts = problem or wrong_mesh, []
+    problem, facts, blocks = problem or wrong_mesh, [], None
     if problem is None:
         try:
             plans = _check(model, optimizer, settings)
             source = _source(model, plans, settings, mesh.data.rank == 0)
-            facts = _facts(settings, plans, optimizer)
+            blocks = blocks_of(model, settings)
+            facts = [*_facts(settings, plans, optimizer), *(blocks.facts if blocks else ())]
         except ZeroError as error:
             problem = error
     comm = Comm(mesh, exact=mesh.backend != "nccl", check=settings.check)
@@ -73,7 +75,7 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     device = _device(settings, mesh.device_type, model)
     if settings.stage == AUTO:
         plans = automatic.choose(model, optimizer, plans, settings, device, comm)
-    return _assemble(model, optimizer, settings, plans, source, comm, device)
+    return assemble(model, optimizer, settings, plans, source, comm, Arena(device), blocks)
 
 
 def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
@@ -169,16 +171,17 @@ def _compare(everyone: list[list[str]]) -> None:
             raise RankMismatchError(f"shard() was called differently: rank 0 has {a}; rank {rank} has {b}")
 
 
-def _assemble(
+def assemble(
     model: nn.Module,
     optimizer: Any,
     config: Config,
     plans: list[wrap.Plan],
     source: Source,
     comm: Comm,
-    device: torch.device,
+    arena: Arena,
+    blocks: Blocks | None = None,
 ) -> tuple[Any, Any]:
-    arena = Arena(device)
+    """Everything after the checks: what `shard` returns, over these ranks and in this memory."""
     scaler = LossScaler(config.precision)
     reducer = Reducer(
         arena, comm, config.reduction == "mean", config.precision.reduce_dtype if config.precision else None
@@ -195,6 +198,9 @@ def _assemble(
     model.__class__ = type(type(model).__name__, (ShardedModule, type(model)), {"__module__": type(model).__module__})
     model._zerodp = runtime  # type: ignore[assignment]
     runtime.hooks = module.install(model, runtime, config.precision)
+    if blocks is not None:
+        blocks.apply()
+        runtime.hooks.append(blocks)
     runtime.optimizer = None
     if optimizer is not None:
         runtime.optimizer = _take_optimizer(optimizer, plain, runtime, scaler)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .api import shard
 from .core.access import full_grads, full_state_dict
@@ -56,9 +56,10 @@ def compare(
         options: of :func:`zerodp.shard`.
 
     The unsharded run is the oracle: it sees every rank's batch in turn, adds up gradients of loss / world size, and steps
-    once. Whole gradients and parameters are held on every rank, so use a small model.
+    once. Whole gradients and parameters are held on every rank, so use a small model. A model that `make_model` splits over
+    tensor-parallel ranks stays so in both runs, and each data-parallel rank's batch counts once; with `loss_parallel` call
+    `compare` inside of it.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
     seed = torch.initial_seed() % 2**31
     torch.manual_seed(seed)
     model = make_model()
@@ -66,21 +67,23 @@ def compare(
     plain = make_model()
     optimizer = make_optimizer(model.parameters())
     model, optimizer = shard(model, optimizer, **options)
-    plain.load_state_dict(full_state_dict(model, rank0_only=False))
+    plain.load_state_dict(_like(plain.state_dict(), full_state_dict(model, rank0_only=False)))
+    data = model._zerodp.comm.mesh.data
     oracle = make_optimizer(plain.parameters())
     largest, first, steps = 0.0, None, 0
     for steps, batch in enumerate(batches, 1):
         everyone = gather_objects(batch)
+        everyone = [everyone[rank] for rank in data.ranks] if len(everyone) > 1 else everyone
         state = torch.get_rng_state()
         loss = loss_fn(model, batch)
         optimizer.backward(loss)
         for rank, theirs in enumerate(everyone):
             torch.set_rng_state(state)
             expected = loss_fn(plain, theirs)
-            if rank == (dist.get_rank() if world > 1 else 0):
-                pairs = [("loss", loss.detach(), expected.detach())]
-            (expected / world if options.get("reduction", "mean") == "mean" else expected).backward()
-        wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+            if rank == data.rank:
+                pairs = [("loss", _whole(loss.detach()), _whole(expected.detach()))]
+            (expected / data.size if options.get("reduction", "mean") == "mean" else expected).backward()
+        wanted = {name: _whole(p.grad) for name, p in plain.named_parameters() if p.grad is not None}
         got = full_grads(model)
         pairs += [
             (f"gradient of {name}", got[name] if name in got else torch.zeros_like(grad), grad)
@@ -92,7 +95,11 @@ def compare(
         oracle.zero_grad()
         now = full_state_dict(model, rank0_only=False)
         pairs += [
-            (f"parameter {name}" if name in dict(plain.named_parameters()) else f"buffer {name}", now[name], value)
+            (
+                f"parameter {name}" if name in dict(plain.named_parameters()) else f"buffer {name}",
+                now[name],
+                _whole(value),
+            )
             for name, value in plain.state_dict().items()
             if isinstance(value, Tensor)
         ]
@@ -102,6 +109,20 @@ def compare(
             if first is None and not difference <= tolerance:
                 first = f"{name} in step {steps} differs by {difference:.3g}"
     return Comparison(first is None, steps, first, largest)
+
+
+def _like(own: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    """The values of `full`, distributed as those of `own` are."""
+    return {
+        name: distribute_tensor(value, own[name].device_mesh, own[name].placements, src_data_rank=None)
+        if isinstance(own[name], DTensor)
+        else value
+        for name, value in full.items()
+    }
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _difference(a: Tensor, b: Tensor) -> float:

@@ -41,6 +41,8 @@ RENAMED = {
     "stage3_max_live_parameters": "unsharded_bytes", "stage3_prefetch_bucket_size": "prefetch",
     "stage3_param_persistence_threshold": "ignore_below", "forward_prefetch": "prefetch", "offload_policy": "offload",
     "fp16": "precision", "bf16": "precision", "param_init_fn": "weights",
+    "activation_checkpointing": "checkpoint_activations", "partitioned_activations": "partition_activations",
+    "cpu_checkpointing": 'offload=zerodp.Offload(activations="host")',
     "gradient_clipping": "optimizer.clip_grad_norm_(max_norm)", "gradient_cliping": "optimizer.clip_grad_norm_(max_norm)",
     "gradient_accumulation_steps": "several backward passes before optimizer.step()",
     "train_batch_size": "the loader's own batch size", "train_micro_batch_size_per_gpu": "the loader's own batch size",
@@ -181,6 +183,19 @@ class Offload:
             object.__setattr__(self, "host_bytes", bytes_of("Offload.host_bytes", self.host_bytes))
 
 
+# ZeRO's configurations C1 to C5. The constant buffers (C_B) and the memory without fragments (M_D) of all five are always on.
+_CHECKPOINTED = {"checkpoint_activations": True}
+_PARTITIONED = {**_CHECKPOINTED, "partition_activations": True}
+PRESETS: dict[str, dict[str, Any]] = {
+    "C1": {"stage": 1, **_CHECKPOINTED},
+    "C2": {"stage": 1, **_PARTITIONED},
+    "C3": {"stage": 2, **_CHECKPOINTED},
+    "C4": {"stage": 2, **_PARTITIONED},
+    "C5": {"stage": 2, **_PARTITIONED, "offload": Offload(activations="host")},
+}
+ZERO_100B = "C4"
+
+
 @dataclass(frozen=True)
 class Config:
     """All options of :func:`zerodp.shard`; every field can be overridden there by name. See `docs/options.md`."""
@@ -199,6 +214,9 @@ class Config:
     bucket_bytes: int | None = None
     weights: str | None = None
     check: bool = True
+    checkpoint_activations: Any = False
+    partition_activations: Any = False
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen: normal forms are set once, here)
@@ -215,6 +233,9 @@ class Config:
             put("weights", _path("weights", self.weights))
         if self.units is not None:
             put("units", _units(self.units))
+        if not isinstance(self.checkpoint_activations, bool):
+            put("checkpoint_activations", _units(self.checkpoint_activations, "checkpoint_activations"))
+        self._check_activations()
         if self.reduction not in ("mean", "sum"):
             raise ConfigError(f'reduction: expected "mean" or "sum", got {self.reduction!r}')
         for name in ("ignore_below", "prefetch"):
@@ -223,6 +244,41 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise ConfigError(f"{name}: expected True or False, got {value!r}")
+
+    def _check_activations(self) -> None:
+        """What would do nothing is refused."""
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise ConfigError(f"offload: expected a zerodp.Offload, got {self.offload!r}")
+        moves = self.offload is not None and self.offload.activations != "device"
+        splits = self.partition_activations is not False and self.partition_activations is not None
+        idle = "partition_activations" if splits else "offload" if moves else None
+        if idle and self.checkpoint_activations is False:
+            raise ConfigError(
+                f"{idle}: what is split or moved are the inputs of checkpointed blocks, and none are; pass checkpoint_activations=True"
+            )
+
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> Config:
+        """A configuration of the ZeRO paper by its name there, ``"C1"`` to ``"C5"``, with `options` put over it.
+
+        All checkpoint the repeated blocks. C1: stage 1. C2: stage 1 and P_a. C3: stage 2. C4: stage 2 and P_a. C5: stage 2 and
+        P_a+cpu. P_a splits what is kept over the model's tensor-parallel ranks; for others give `partition_activations`.
+
+        Raises:
+            ConfigError: no such preset, or an option that cannot work.
+        """
+        if name not in PRESETS:
+            raise ConfigError(unknown("preset", name, PRESETS))
+        return cls.of(cls(**PRESETS[name]), options)
+
+    @classmethod
+    def zero_100b(cls, **options: Any) -> Config:
+        """ZeRO-100B, the configuration of the paper's largest runs: stage 2 and ZeRO-R, which is `preset("C4")`.
+
+        Raises:
+            ConfigError: an option that cannot work.
+        """
+        return cls.preset(ZERO_100B, **options)
 
     def bucket_bytes_on(self, backend: str) -> int:
         """Most bytes in one collective."""
@@ -298,7 +354,7 @@ def _device(value: Any) -> torch.device:
         raise ConfigError(f"device: expected a torch.device or its name, got {value!r} ({error})") from None
 
 
-def _units(value: Any) -> Callable[..., Any] | tuple[Any, ...]:
+def _units(value: Any, name: str = "units") -> Callable[..., Any] | tuple[Any, ...]:
     if isinstance(value, type) or isinstance(value, str):
         return (value,)
     if callable(value):
@@ -307,6 +363,6 @@ def _units(value: Any) -> Callable[..., Any] | tuple[Any, ...]:
     for item in items:
         if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, torch.nn.Module))):
             raise ConfigError(
-                f"units: expected module classes, glob patterns over module names, or a function (name, module) -> bool; got {item!r}"
+                f"{name}: expected module classes, glob patterns over module names, or a function (name, module) -> bool; got {item!r}"
             )
     return items

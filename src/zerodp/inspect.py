@@ -28,7 +28,8 @@ class Memory:
     ones where the stage keeps them; master: sharded copies in another dtype; first_moment, second_moment, other_state: of the
     optimizer; unsharded: pages and checkpointed inputs gathered for use; buckets: gradient staging and receive space;
     activations: inputs of checkpointed blocks, or this rank's parts of them. host and disk: what rests there, by the same kinds,
-    now and at its peak; not in the totals, which are of the device.
+    now and at its peak; not in the totals, which are of the device. reserved: of the memory that pages, buckets, sharded
+    gradients and activations come from, in use or idle; allocations: how often more of it was asked for since `shard()`.
     """
 
     now: dict[str, int]
@@ -42,6 +43,8 @@ class Memory:
     host_peak: dict[str, int] = field(default_factory=dict)
     disk: dict[str, int] = field(default_factory=dict)
     disk_peak: dict[str, int] = field(default_factory=dict)
+    reserved: int = 0
+    allocations: int = 0
 
 
 class Stats:
@@ -79,7 +82,10 @@ class Stats:
         now = {**dict.fromkeys(KINDS, 0), **arena.now, **state_bytes(self._runtime.optimizer)}
         state = sum(now[kind] for kind in ("first_moment", "second_moment", "other_state"))
         peak = {kind: max(now[kind], arena.peak.get(kind, 0)) for kind in now}
-        return Memory(now, peak, sum(now.values()), arena.total_peak + state, pinned, *host, *disk)
+        total = sum(now.values())
+        return Memory(
+            now, peak, total, arena.total_peak + state, pinned, *host, *disk, arena.reserved, arena.allocations
+        )
 
     @property
     def checkpoint(self) -> Traffic:
@@ -145,6 +151,7 @@ def describe(model: nn.Module) -> str:
             )
     memory = Stats(runtime).memory
     lines += [f"  {kind:14} {memory.now[kind]:>16,} bytes now {memory.peak[kind]:>16,} peak" for kind in memory.now]
+    lines.append(f"  {'reserved':14} {memory.reserved:>16,} bytes for what comes and goes")
     for place, now, peak in (("host", memory.host, memory.host_peak), ("disk", memory.disk, memory.disk_peak)):
         lines += [
             f"  {kind + ', ' + place:22} {now[kind]:>8,} bytes now {peak[kind]:>16,} peak" for kind in now if peak[kind]

@@ -318,7 +318,8 @@ def ground(parameter: nn.Parameter) -> None:
     if not parameter.is_meta:
         return
     size = parameter.size()
-    hole = placeholder(parameter.dtype, torch.device("cpu")).as_strided(size, (0,) * len(size))
+    one = torch.empty(1, dtype=parameter.dtype, device="cpu")
+    hole = placeholder(one).as_strided(size, (0,) * len(size))
     hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(parameter, nn.Parameter(hole, parameter.requires_grad))
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks

@@ -10,18 +10,22 @@ import pytest
 
 from tests.house.source import Module, modules
 
+# What `shard(stage="auto")` plans with; the rest of the planner runs the engine.
+PLANNING = ("automatic", "closed", "estimate", "huggingface", "models", "recommend", "setup")
 # From the ground up. A module imports only from its own layer (without cycles) and from those below it.
 LAYERS = [
     ("errors", "version", "core", "core.layout", "core.stages", "core.bits"),
     ("config",),
-    ("core.mesh", "core.comm", "core.watch", "core.arena", "tiers", "tiers.*"),
+    ("core.mesh", "core.comm", "core.watch", "core.arena", "regions", "tiers", "tiers.*"),
     ("core.local", "core.parameter", "core.norms", "core.schedule", "core.elementwise", "core.unit", "core.wrap"),
     ("core.cache", "core.control", "core.lending", "core.reducer", "core.pager", "core.precision"),
     ("core.runtime",),
     ("core.access", "core.optimizer", "core.optimizer_state", "core.module"),
-    ("materialise", "checkpoint", "checkpoint.*", "planning", "planning.*", "residual", "residual.*"),
+    ("materialise", "checkpoint", "checkpoint.*", "residual", "residual.*"),
+    ("planning", *(f"planning.{part}" for part in PLANNING), "planning.closed.*"),
     ("api",),
     ("inspect", "compare"),
+    ("planning.*",),
     ("", "integrations", "integrations.*"),
     ("cli", "cli.*"),
 ]

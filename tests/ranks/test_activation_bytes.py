@@ -14,9 +14,10 @@ import zerodp
 from tests.limits import largest_file
 from tests.ranks.oracle import squares
 from tests.ranks.pool import on_ranks
-from tests.ranks.test_activations import WORLD, ours, over, store
+from tests.ranks.test_activations import WORLD, ours, store
 from tests.ranks.toys import Block, Net
 from zerodp.residual.store import store_of
+from zerodp.tiers.disk import IN_FLIGHT
 
 case = pytest.mark.case
 
@@ -113,28 +114,25 @@ def test_one_tensor_given_to_all_blocks_rests_once() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("partition", "offload"), [(WORLD, None), (WORLD, "disk")], ids=["split", "split disk"])
-def test_nothing_grows_with_varying_lengths(partition: Any, offload: Any) -> None:
-    """300 steps: never more in use than by the longest sequence, and never more than twice that reserved."""
+def test_the_file_does_not_grow_with_varying_lengths() -> None:
+    """100 steps: beside what is on its way to the file nothing is held that the longest sequence did not need."""
     model, _ = zerodp.shard(Wide(16, 2), stage=3, units=[Block])
-    zerodp.apply_activation_checkpointing(model, units=[Block], partition=over(partition), offload=offload)
-    lengths = torch.randint(1, 65, (300,), generator=torch.Generator().manual_seed(1)).tolist()
-    in_use, end = 0, 0
+    zerodp.apply_activation_checkpointing(model, units=[Block], partition=dist.group.WORLD, offload="disk")
+    lengths = torch.randint(1, 65, (100,), generator=torch.Generator().manual_seed(1)).tolist()
     for step, length in enumerate([64, 64, *lengths]):
         squares(model, torch.ones(length, 3)).backward()
         model.zero_grad()
-        tiers: list[Any] = list(store_of(model._zerodp).tiers.values())
-        arenas = [model._zerodp.arena, *(getattr(tier, "host", tier).arena for tier in tiers)]
-        files = [tier.file.end for tier in tiers if hasattr(tier, "file")]
+        (tier,) = store_of(model._zerodp).tiers.values()
         if step == 1:
-            in_use, end = sum(arena.lent_peak for arena in arenas), sum(files)
-    assert sum(arena.lent_peak for arena in arenas) <= in_use + (4 * 64 * 16 * 4 if files else 0)  # writes on their way
-    assert all(arena.reserved <= 2 * arena.lent_peak for arena in arenas)
-    assert sum(files) <= 2 * end
+            reserved, end = model._zerodp.arena.reserved, tier.file.end
+    assert model._zerodp.arena.reserved == reserved
+    assert tier.host.arena.reserved <= (IN_FLIGHT + 2) * 64 * 16 * 4 // 2
+    assert tier.file.end <= 2 * end
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_full_disk_is_an_error_and_training_goes_on() -> None:
+    """Where there is one rank; with more see test_activation_errors.py."""
     model, _ = zerodp.shard(Wide(depth=3), stage=1, units=[Block])
     zerodp.apply_activation_checkpointing(model, offload="disk")
     with (

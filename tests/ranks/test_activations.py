@@ -187,10 +187,10 @@ def test_beside_torchs_own_kinds(stage: int) -> None:
 
     class Mixed(Dropping):
         def forward(self, x: Tensor) -> Tensor:
-            mine, (a, b, c) = ours(WORLD), self.blocks
+            mine, away, (a, b, c) = ours(WORLD), ours(WORLD, "host"), self.blocks
             x = checkpoint(lambda y: mine(a, y), self.emb(x).clone(), use_reentrant=True)
             x = checkpoint(lambda y: mine(lambda z: mine(b, z), y), x, use_reentrant=False)
-            return self.head(mine(lambda y: plainly(c, y), x))
+            return self.head(away(lambda y: plainly(c, y), x))
 
     def output(model: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = model(x)

@@ -12,7 +12,7 @@ REPORTS = {
     "clipping": "B12 B13 B14 B15 B16 B18",
     "stage and world-size parity": "B19 B20 B21 B22 B24 B25",
     "loss scaling and precision": "B27 B28 B30 B31 B34 B35",
-    "activation checkpointing": "B37 B40 B41 B43",
+    "activation checkpointing": "B37 B38 B39 B40 B41 B43",
     "hangs and order": "B44 B45 B46 B47 B48 B49 B50 B52 B53 B56",
     "memory": "B57 B58 B59 B60 B66 B67",
     "tied weights": "B70 B71 B72 B73",

@@ -27,7 +27,7 @@ def aligned(layers: int = 4, width: int = 64) -> nn.Sequential:
 
 
 def live_bytes() -> int:
-    """Of all tensors that Python can reach, each storage once."""
+    """Of the memory of all tensors that Python can reach; storages that lie in one another count once."""
     gc.collect()
     storages = {}
     with warnings.catch_warnings():
@@ -35,8 +35,12 @@ def live_bytes() -> int:
         for found in gc.get_objects():
             if isinstance(found, Tensor) and type(found) in (Tensor, nn.Parameter):
                 storage = found.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+                storages[storage._cdata] = (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+    total = end = 0
+    for start, stop in sorted(storages.values()):
+        total += max(stop - max(start, end), 0)
+        end = max(end, stop)
+    return total
 
 
 def baseline() -> int:

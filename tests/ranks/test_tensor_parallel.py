@@ -26,6 +26,13 @@ from torch.utils.checkpoint import checkpoint
 import zerodp
 from tests.house.source import ROOT
 from tests.ranks.pool import Pool, on_ranks
+from tests.ranks.test_plan import free
+from zerodp.core import wrap
+from zerodp.core.stages import STAGES
+from zerodp.planning.estimate import estimate
+from zerodp.planning.models import Model, of_plans
+from zerodp.planning.recommend import STATE_SHARE
+from zerodp.planning.setup import Setup
 
 VOCABULARY, CONTEXT, STEPS = 30, 8, 5  # 30 rows do not divide by 4
 SHAPES = [(2, 2), (4, 1), (1, 4)]
@@ -525,6 +532,51 @@ def test_a_mistake_on_one_rank_is_told_to_all() -> None:
     model = parallelize(gpt(), mesh["tp"])
     with pytest.raises(zerodp.ConfigError, match=r"^rank 3: .*no parameter is named like"):
         zerodp.shard(model, mesh=mesh["dp"], ignore=["nothing"] if dist.get_rank() == 3 else [])
+
+
+# ---- compare, and the planner's choice
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 3], ids="zero{}".format)
+def test_compare_runs_a_split_model_beside_itself(stage: int) -> None:
+    mesh = mesh_of((2, 2))
+    batches = [batch(step, mesh.get_local_rank("dp")) for step in range(2)]
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    made = lambda: parallelize(gpt(), mesh["tp"])  # noqa: E731
+    with loss_parallel():
+        good = zerodp.compare(made, sgd, batches, next_token_loss, stage=stage, mesh=mesh["dp"], units=[Block])
+        assert good, good
+        assert good.steps == 2
+
+        def wrong(model: nn.Module, tokens: Tensor) -> Tensor:
+            return next_token_loss(model, tokens) * (2.0 if isinstance(model, zerodp.ShardedModule) else 1.0)
+
+        bad = zerodp.compare(made, sgd, batches, wrong, stage=stage, mesh=mesh["dp"], units=[Block])
+    assert (bad.first_difference or "").startswith("loss in step 1")
+
+
+@on_ranks(4)
+def test_auto_counts_the_local_parts(stage: int) -> None:
+    """Room for what each stage needs on one tensor-parallel rank of two, and not for the whole model's."""
+    mesh = mesh_of((2, 2))
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128, bias=False)) for _ in range(6)))
+        for part in model:
+            parallelize_module(part, mesh["tp"], {"0": ColwiseParallel()})
+        return model
+
+    units = wrap.plan_units(made(), zerodp.Config(units=[nn.Linear]))
+    known = Model("local", of_plans(units, None), exact=True)
+    needed = estimate(known, Setup(2, precision=None, optimizer=2, exact=True), stage).device_bytes
+    half = 6 * 128 * 64 * 4
+    assert sum(unit.numel for unit in known.units) * 4 == half
+    with free(needed / STATE_SHARE + 64 - half):
+        model = made()
+        model, _ = zerodp.shard(model, adamw(model), stage="auto", mesh=mesh["dp"], units=[nn.Linear])
+    assert {unit.flats[0].residency for unit in model._zerodp.units} == {STAGES[stage]}
 
 
 # ---- the example

@@ -1,7 +1,8 @@
-"""The only place that makes large tensors. It reuses a few buffers for gathered memory and keeps a ledger by kind.
+"""The only place that makes large tensors. It reuses a few buffers for what comes and goes, and keeps a ledger by kind.
 
-ZeRO-R's constant-size buffers and defragmentation: slots are raw bytes, handed out by size and taken back, so that after the
-first step the same few buffers serve every unit. What it holds never exceeds the most that was in use at one time.
+ZeRO-R's constant-size buffers and defragmentation: slots are parts of contiguous blocks of memory, handed out by size and
+taken back. What lives long (checkpointed activations, gradients) and what lives short (pages, buckets) has blocks of its own, so
+that nothing short-lived leaves holes between the long-lived. Once the largest step has been seen nothing is allocated any more.
 """
 
 from __future__ import annotations
@@ -12,19 +13,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..regions import Region, Space
+
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 KINDS = (*STATES, "unsharded", "buckets", "activations")
+LONG = ("activations", "gradients")  # kinds whose slots outlive many others
+TOP = ("buckets", "gradients")  # of the two kinds that share a region, the one that fills it from above
+FEW_RANKS = 64
+
+
+class Parts(dict[int, Tensor]):
+    """Each rank's equal part of a piece [size * n]. Of many ranks only this one's view is kept: thousands would cost more than
+    the collective, and most are never asked for."""
+
+    def __init__(self, piece: Tensor, size: int, rank: int) -> None:
+        self.piece, self.numel = piece, piece.numel() // size
+        if size <= FEW_RANKS:
+            self.update(enumerate(piece.view(size, -1).unbind()))
+        else:
+            self[rank] = self[rank]
+
+    def __missing__(self, rank: int) -> Tensor:
+        return self.piece[rank * self.numel : (rank + 1) * self.numel]
 
 
 class Slot:
     """A borrowed buffer: `tensor` is [numel] of the asked dtype, `cut` remembers views of it."""
 
-    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "size", "tensor")
+    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "space", "tensor")
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = self.tensor = buffer
-        self.size = buffer.numel()  # bytes
-        self.address = buffer.untyped_storage()._cdata  # identifies the storage to saved-tensor hooks
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.buffer = self.tensor = space.memory()
+        self.address = self.buffer.untyped_storage()._cdata  # identifies the storage to saved-tensor hooks
         self.cuts: dict[Any, Any] = {}
         self.base = 0
 
@@ -62,37 +83,31 @@ class Arena:
 
     def __init__(self, device: torch.device, pinned: bool = False) -> None:
         self.device, self.pin = device, pinned
-        self.idle: dict[int, list[Slot]] = {}  # by size
+        short, long = Region(self.empty), Region(self.empty)
+        self.regions = {kind: long if kind in LONG else short for kind in KINDS}
+        self.both = (short, long)
         self.limbo: list[Slot] = []
-        self.reserved = self.lent = self.lent_peak = 0
         self.now = dict.fromkeys(KINDS, 0)
         self.peak = dict.fromkeys(KINDS, 0)
         self.total = self.total_peak = 0
 
-    # ---- slots: short-lived
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Fresh memory that no ledger knows of."""
+        with torch.inference_mode(False):  # or training could not use it later
+            return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pin)
+
+    # ---- slots: what comes and goes
 
     def take(self, numel: int, dtype: torch.dtype, kind: str, label: str = "") -> Slot:
         """Borrow a buffer of `numel` elements; its contents are arbitrary."""
         if self.limbo:
             self.settle()
         needed = numel * dtype.itemsize
-        self.lent += needed
-        if self.lent > self.lent_peak:
-            self.lent_peak = self.lent
-        same = self.idle.get(needed)
-        slot = same.pop() if same else self._fitting(needed)
-        if slot is None:
-            self._trim(needed)
-            with torch.inference_mode(False):  # or training could not use it later
-                slot = Slot(torch.empty(needed, dtype=torch.uint8, device=self.device, pin_memory=self.pin))
-            self.reserved += needed
+        space = self.regions[kind].take(needed, kind in TOP)
+        if space.slot is None:
+            space.slot = Slot(space)
         self.add(kind, needed)
-        return slot.lend(numel, dtype, kind, label)
-
-    def _fitting(self, needed: int) -> Slot | None:
-        """The smallest idle buffer that is large enough and not much larger."""
-        size = min((size for size, slots in self.idle.items() if slots and needed <= size <= 2 * needed), default=None)
-        return None if size is None else self.idle[size].pop()
+        return space.slot.lend(numel, dtype, kind, label)  # type: ignore[no-any-return]
 
     def give(self, slot: Slot, done: bool = False) -> None:
         """Hand a slot back. While somebody still sees it, it waits in limbo: freeing too early is impossible.
@@ -102,9 +117,8 @@ class Arena:
         if slot.in_use and not done:
             self.limbo.append(slot)
         else:
-            self.lent -= slot.nbytes
             self.add(slot.kind, -slot.nbytes)
-            self.idle.setdefault(slot.size, []).append(slot)
+            self.regions[slot.kind].give(slot.space)
 
     def settle(self) -> None:
         """Look again at the slots in limbo."""
@@ -118,30 +132,31 @@ class Arena:
         self.settle()
         return [(slot.label, slot.nbytes) for slot in self.limbo]
 
-    def drop_idle(self) -> None:
-        """Let go of every buffer that nobody uses now."""
-        self._trim(self.lent_peak)
+    @property
+    def reserved(self) -> int:
+        """Bytes that the slots' memory takes, in use or idle."""
+        return sum(region.reserved for region in self.both)
 
-    def _trim(self, needed: int) -> None:
-        for size in sorted(self.idle, reverse=True):
-            slots = self.idle[size]
-            while slots and self.reserved + needed > self.lent_peak:
-                slots.pop()
-                self.reserved -= size
-            if not slots:
-                del self.idle[size]
+    @property
+    def allocations(self) -> int:
+        """How often memory for slots was asked of the system."""
+        return sum(region.allocations for region in self.both)
+
+    def drop_idle(self) -> None:
+        """Let go of memory that nobody uses now."""
+        for region in self.both:
+            region.clear()
 
     def clear(self) -> None:
-        """Let go of idle buffers, and begin to count peaks anew."""
+        """Let go of idle memory, and begin to count peaks anew."""
         self.settle()
         self.drop_idle()
         self.reset_peaks()
 
-    # ---- long-lived memory
+    # ---- what stays
 
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
-        with torch.inference_mode(False):
-            tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        tensor = self.empty(numel, dtype)
         self.add(kind, tensor.nbytes)
         return tensor
 
@@ -163,4 +178,3 @@ class Arena:
     def reset_peaks(self) -> None:
         self.peak = dict(self.now)
         self.total_peak = self.total
-        self.lent_peak = self.lent

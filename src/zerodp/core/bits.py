@@ -22,6 +22,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) if a.numel() else True
 
 
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors begin at one place, also where tensors have no memory."""
+    return torch._C._storage_address(a) == torch._C._storage_address(b) and a.storage_offset() == b.storage_offset()
+
+
 def same_values(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and same_bits(a.contiguous(), b.contiguous())
 

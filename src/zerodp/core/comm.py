@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from .. import errors
 from ..errors import RankMismatchError, ZeroError
+from .arena import Parts
 from .mesh import Group, Mesh, beside, drop_groups
 from .watch import WATCH
 
@@ -130,7 +132,7 @@ class Comm:
         out: Tensor,
         group: Group,
         unit: str,
-        parts: Sequence[Tensor] | None = None,
+        parts: Parts | None = None,
         op: str = "all_gather",
         count: int = 1,
     ) -> Handle:
@@ -141,8 +143,7 @@ class Comm:
         if group.size == 1:
             return Handle(self, (), group, GATHER, unit)
         n = out.numel() // group.size
-        if parts is None:
-            parts = out.view(group.size, n).unbind()
+        parts = Parts(out, group.size, group.rank) if parts is None else parts
         self.count(op, unit, out.dtype, n * (group.size - 1), count)
         what = f"the gather of unit {unit!r}"
         pg = self._lane(group, GATHER, what)
@@ -172,7 +173,7 @@ class Comm:
         receive: list[Tensor],
         group: Group,
         unit: str,
-        parts: Sequence[Tensor] | None = None,
+        parts: Parts | None = None,
         op: str = "reduce_scatter",
     ) -> Handle:
         """Send each rank its part of `bucket` [size * n]. The result is a list of [n] whose sum, in that order, is this rank's.
@@ -181,10 +182,9 @@ class Comm:
         `bucket`, where the caller has them.
         """
         n = bucket.numel() // group.size
-        if parts is None:
-            parts = bucket.view(group.size, n).unbind()
+        parts = Parts(bucket, group.size, group.rank) if parts is None else parts
         if group.size == 1:
-            return Handle(self, (), group, REDUCE, unit, parts)
+            return Handle(self, (), group, REDUCE, unit, [parts[0]])
         self.count(op, unit, bucket.dtype, n * (group.size - 1), 1)
         what = f"the reduction of unit {unit!r}"
         pg = self._lane(group, REDUCE, what)
@@ -276,10 +276,10 @@ class Comm:
     def failed(self, error: Exception, what: str) -> ZeroError:
         """The error to raise when a wait broke: the verdict of the watch on any rank, or that a rank is gone."""
         verdict = WATCH.verdict(self.number) if self.watched else None
-        self.broken = verdict or f"{what} failed: {str(error).splitlines()[0][:200]}"
+        self.broken = verdict[1] if verdict else f"{what} failed: {str(error).splitlines()[0][:200]}"
         drop_groups()
         if verdict is not None:
-            return RankMismatchError(verdict)
+            return getattr(errors, verdict[0], ZeroError)(verdict[1])
         return ZeroError(
             f"rank {self.mesh.world.rank}: {what} failed, because another rank ended or closed its connection, or the process "
             f"group's time limit passed. Last here: {self.last_event()}. Look at the other ranks' own errors first. ({self.broken})"
@@ -289,9 +289,17 @@ class Comm:
         """Ranks disagree: nothing may be launched any more, here or elsewhere."""
         self.broken = text
         if self.watched:
-            WATCH.tell(self.number, text)
+            WATCH.tell(self.number, RankMismatchError.__name__, text)
         drop_groups()
         return RankMismatchError(text)
+
+    def tell(self, error: ZeroError) -> bool:
+        """This rank has met an error of its own: the others raise it where they wait for this one; see control.spread."""
+        if not self.watched or self.broken is not None:
+            return False
+        self.broken = str(error)
+        drop_groups()
+        return WATCH.tell(self.number, type(error).__name__, f"rank {self.mesh.world.rank}: {error}")
 
     def sever(self) -> None:
         """Close this rank's connections, so that a blocked wait ends: a receive that times out does just that."""

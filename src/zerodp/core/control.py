@@ -7,6 +7,7 @@ on all of them. Ends of passes are sent without waiting and looked at before the
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from .. import errors
 from .comm import Comm, Handle
 from .schedule import Pass, number_of
+from .watch import WATCH
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -192,3 +194,13 @@ def share_verdict(said: list[Any], own: Exception | None) -> None:
     rank, (kind, text) = first
     everywhere = all(verdict == said[0] for verdict in said)
     raise getattr(errors, kind, errors.ZeroError)(text if everywhere else f"rank {rank}: {text}") from own
+
+
+def spread(error: errors.ZeroError, comms: Sequence[Comm]) -> None:
+    """An error that one rank meets inside a pass becomes the same error on all; all ranks of `comms` are in the first one.
+
+    What the ranks check together is told by `Control.share`; this is for what one rank meets while the others go on.
+    """
+    told = [comm for comm in comms if comm.tell(error)]
+    if told and told[0] is comms[0]:
+        WATCH.await_heard(comms[0].number, comms[0].mesh.world.size - 1)

@@ -152,9 +152,6 @@ class Pager:
                 self.launch_through(current, last)
         if unit.pages and unit.holders == 0:
             self.release(unit)
-            if current.gathers_no_more:
-                # The last gradients come now, when memory is fullest, and nothing here needs this page's space any more.
-                self.runtime.arena.drop_idle()
 
     def finish(self, current: Pass) -> None:
         """The end of a pass launches the rest of its list; nothing stays but what is held or kept."""

@@ -184,13 +184,9 @@ def is_hidden(parameter: Any) -> bool:
     return isinstance(parameter, Sharded)
 
 
-def placeholder(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One element that is never seen: NaN where the dtype has one."""
-    return (
-        torch.full((1,), float("nan"), dtype=dtype, device=device)
-        if dtype.is_floating_point
-        else torch.zeros(1, dtype=dtype, device=device)
-    )
+def placeholder(one: Tensor) -> Tensor:
+    """`one` element as it is never seen: NaN where its dtype has that."""
+    return one.fill_(float("nan") if one.is_floating_point() else 0)
 
 
 def _plainly(access: Any, parameter: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .arena import Arena, Slot
+from .bits import same_memory
 from .comm import Comm, Handle
 from .mesh import Group
 from .parameter import grad_of, set_grad
@@ -216,7 +217,7 @@ class Reducer:
             total = torch.add(total, parts[-1], out=out if direct else total)
         if scale != 1.0:
             total.mul_(scale)
-        if out is not None and total is not out and total.data_ptr() != out.data_ptr():
+        if out is not None and total is not out and not same_memory(total, out):
             out.copy_(total)
         return total if out is None else out
 

@@ -61,7 +61,7 @@ class Runtime:
         self.module_names = names
         self.unit_of = {unit.module: unit for unit in units if unit.module is not None}
         self.pager = Pager(units, config.unsharded_bytes, config.prefetch, self)
-        self.pages: list[tuple[int, int, Flat]] = []  # addresses of the pages that are here
+        self.pages: dict[int, Flat] = {}  # the pages that are here, by the addresses of their storages
         self.passes: list[Pass] = []
         self.frames: list[Frame] = []
         self.orders: dict[tuple[Any, ...], Order] = {}
@@ -319,13 +319,10 @@ class Runtime:
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
         try:
-            address = local_of(tensor).data_ptr()
+            flat = self.pages.get(torch._C._storage_address(local_of(tensor)))
         except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
             return tensor
-        for start, end, flat in self.pages:
-            if start <= address < end:
-                return Note(flat, tensor)
-        return tensor
+        return tensor if flat is None else Note(flat, tensor)
 
     def unpack(self, saved: Any) -> Tensor:
         if type(saved) is not Note:

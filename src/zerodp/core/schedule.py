@@ -37,10 +37,6 @@ class Order:
     def reduces(self) -> bool:
         return any(kind == REDUCE for kind, _ in self.ops)
 
-    @property
-    def last_gather(self) -> int:
-        return max((place for place, (kind, _) in enumerate(self.ops) if kind == GATHER), default=-1)
-
     def revise(self, record: Sequence[Op], arrived: bool) -> None:
         """Take the order that was really used (rank 0's); what it lacks keeps its place, as other ranks may need it."""
         self.revisions += 1
@@ -87,10 +83,6 @@ class Pass:
                 elif index in self.awaited:
                     break
         return last
-
-    @property
-    def gathers_no_more(self) -> bool:
-        return self.pointer > self.order.last_gather
 
     def find(self, kind: str, unit: int) -> int | None:
         """Where the list has this ahead of the pointer."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .arena import Arena, Slot
+from .arena import Arena, Parts, Slot
+from .bits import same_memory
 from .comm import Comm, Handle
 from .layout import Layout, Segment, build
 from .local import Local, local
@@ -30,7 +31,7 @@ class Cut(NamedTuple):
     whole: Tensor
     views: list[Tensor]  # per parameter, in its local shape
     pieces: list[Tensor]
-    parts: list[tuple[Tensor, ...]]  # per piece, each rank's
+    parts: list[Parts]  # per piece, each rank's
 
 
 _keys: dict[Any, int] = {}  # flats that are cut alike share views; comparing numbers is cheaper than comparing layouts
@@ -85,6 +86,7 @@ class Flat:
         self.bucket_slot: Slot | None = None
         self.filled: set[int] = set()
         self.grad: list[Tensor] | None = None  # reduced, this rank's part of each piece
+        self.grad_slot: Slot | None = None  # where it rests, if that is not the bucket
         self.has_grad: set[int] = set()  # parameters with a gradient on this rank since zero_grad
         # Unsharded 16-bit gradients rest in param_dtype; fp16 ones keep their loss scale, or small values would vanish.
         stored = self.param_dtype if not residency.shards_gradients else self.grad_dtype
@@ -122,7 +124,7 @@ class Flat:
             arena.give(slot, done=True)  # the backend's thread may let go of what it sent a moment later
         if not self.residency.shards_gradients and self.trains:
             self.keep_gradients(arena)
-        hole = placeholder(self.param_dtype, arena.device)
+        hole = placeholder(arena.empty(1, self.param_dtype))
         self.holes = [hole.as_strided(size, (0,) * len(size)) for size, _, _ in self.shapes]
         self.twins = [twin(cls) for cls in self.classes]
         for index, parameter in enumerate(self.parameters):
@@ -160,7 +162,7 @@ class Flat:
     def cut(self, whole: Tensor) -> Cut:
         views = [whole.as_strided(size, stride, offset) for size, stride, offset in self.shapes]
         pieces = [whole[piece] for piece in self.layout.pieces]
-        return Cut(whole, views, pieces, [piece.view(self.group.size, -1).unbind() for piece in pieces])
+        return Cut(whole, views, pieces, [Parts(piece, self.group.size, self.group.rank) for piece in pieces])
 
     # ---- the page
 
@@ -183,7 +185,7 @@ class Flat:
         handles = []
         for piece, parts, mine in zip(out.pieces, out.parts, self.shard, strict=True):
             own = parts[self.group.rank]
-            if own.data_ptr() != mine.data_ptr():
+            if not same_memory(own, mine):
                 own.copy_(mine)
             if self.group.size > 1:
                 handles.append(comm.all_gather(piece, self.group, self.unit.name, parts))
@@ -249,7 +251,7 @@ class Flat:
             return
         if self.grad is not None and self._rests_in_bucket(self.grad):
             # The reduced gradient of an earlier backward is in this rank's own part: it needs a place of its own now.
-            moved = self._divided(arena.allocate(self.layout.shard_numel, _accumulating(self.grad_dtype), "gradients"))
+            moved = self._grad_memory(arena, _accumulating(self.grad_dtype))
             for new, old in zip(moved, self.grad, strict=True):
                 new.copy_(old)
             self.grad = moved
@@ -275,7 +277,11 @@ class Flat:
         """Where the first reduced gradient after zero_grad goes; one that was added up in fp32 is not rounded again."""
         if self.persistent is not None and (not promoted or self.grad_dtype == self.param_dtype):
             return [parts[self.group.rank] for parts in self.persistent.parts]
-        return self._divided(arena.allocate(self.layout.shard_numel, self.grad_dtype, "gradients"))
+        return self._grad_memory(arena, self.grad_dtype)
+
+    def _grad_memory(self, arena: Arena, dtype: torch.dtype) -> list[Tensor]:
+        self.grad_slot = arena.take(self.layout.shard_numel, dtype, "gradients", self.unit.name)
+        return self._divided(self.grad_slot.tensor)
 
     def _divided(self, shard: Tensor) -> list[Tensor]:
         """A shard's parts of each piece."""
@@ -283,15 +289,13 @@ class Flat:
         return [shard] if len(numels) == 1 else list(shard.split(list(numels)))
 
     def _rests_in_bucket(self, grad: list[Tensor]) -> bool:
-        return (
-            self.persistent is not None and grad[0].data_ptr() == self.persistent.parts[0][self.group.rank].data_ptr()
-        )
+        return self.persistent is not None and same_memory(grad[0], self.persistent.parts[0][self.group.rank])
 
     def clear_grad(self, arena: Arena) -> None:
-        if self.grad is not None:
-            if not self._rests_in_bucket(self.grad):
-                arena.release(sum(g.nbytes for g in self.grad), "gradients")
-            self.grad = None
+        self.grad = None
+        slot, self.grad_slot = self.grad_slot, None
+        if slot is not None:
+            arena.give(slot)  # which waits while a tensor of the user's still sees it
         self.has_grad.clear()
 
 
@@ -324,8 +328,7 @@ class Unit:
         for flat in self.flats:
             if flat.pages:
                 flat.launch(runtime.arena, runtime.comm)
-                start = flat.slot.buffer.data_ptr()  # type: ignore[union-attr]
-                runtime.pages.append((start, start + flat.slot.nbytes, flat))  # type: ignore[union-attr]
+                runtime.pages[flat.slot.address] = flat  # type: ignore[union-attr]
         self.present = True
 
     def show(self) -> None:
@@ -355,9 +358,9 @@ class Unit:
         if not (self.pages and self.present):
             return self.hide()
         runtime = self.runtime
-        runtime.pages = [page for page in runtime.pages if page[2].unit is not self]
         for flat in self.flats:
             if flat.slot is not None:
+                del runtime.pages[flat.slot.address]
                 flat.free(runtime.arena)
             else:
                 flat.conceal()

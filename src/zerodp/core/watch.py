@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ..errors import RankMismatchError
+
 if TYPE_CHECKING:
     from .comm import Handle
 
-PATIENCE, INTERVAL = 2.0, 0.5  # seconds
+PATIENCE, INTERVAL, HEARING = 2.0, 0.5, 8.0  # seconds
 
 
 class Watch:
@@ -66,24 +68,36 @@ class Watch:
         if self.thread is not None:
             self.thread.join(PATIENCE)
 
-    def verdict(self, model: str) -> str | None:
-        """What any rank has found about this model, if one has."""
+    def verdict(self, model: str) -> tuple[str, str] | None:
+        """(type, text) of the error that any rank has found about this model, if one has."""
         try:
             store = _store()
             for _ in range(6):  # the finder writes before it breaks, but the break may come here through a third rank
                 if store.check([f"verdict/{model}"]):
-                    return store.get(f"verdict/{model}").decode()  # type: ignore[no-any-return]
+                    kind, text = json.loads(store.get(f"verdict/{model}"))
+                    store.add(f"heard/{model}", 1)
+                    return kind, text
                 time.sleep(0.05)
         except (RuntimeError, ValueError):
             pass  # the store lives in rank 0's process, which may be the one that is gone
         return None
 
-    def tell(self, model: str, verdict: str) -> None:
-        """Let the other ranks know, also those that wait for this one. The first verdict stands."""
+    def tell(self, model: str, kind: str, text: str) -> bool:
+        """Let the other ranks know, also those that wait for this one. The first verdict stands: whether it is this one."""
         with contextlib.suppress(RuntimeError, ValueError):
             store = _store()
-            if not store.check([f"verdict/{model}"]):
-                store.set(f"verdict/{model}", verdict)
+            if store.add(f"told/{model}", 1) == 1:
+                store.set(f"verdict/{model}", json.dumps([kind, text]))
+                return True
+            store.add(f"heard/{model}", 1)
+        return False
+
+    def await_heard(self, model: str, others: int) -> None:
+        """Until so many ranks know the verdict, for a while: they may need this process to hear it."""
+        end = time.monotonic() + HEARING
+        with contextlib.suppress(RuntimeError, ValueError):
+            while _store().add(f"heard/{model}", 0) < others and time.monotonic() < end:
+                time.sleep(0.05)
 
     # ---- the thread
 
@@ -130,7 +144,7 @@ class Watch:
 
     def _raise_alarm(self, handle: Handle, found: str) -> None:
         for model in {state["model"] for state in _states(handle).values() if state}:
-            self.tell(model, found)
+            self.tell(model, RankMismatchError.__name__, found)
         handle.comm.sever()
 
 

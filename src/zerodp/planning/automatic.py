@@ -14,9 +14,12 @@ from torch import nn
 
 from ..config import Config
 from ..core.comm import Comm
+from ..core.control import share_verdict
 from ..core.elementwise import num_moments
+from ..core.local import local_of
 from ..core.stages import STAGES
 from ..core.wrap import IGNORED, Plan
+from ..errors import ConfigError
 from .models import Model, of_plans
 from .recommend import choose_stages
 from .setup import Setup
@@ -46,11 +49,11 @@ def room(model: nn.Module, device: torch.device, comm: Comm) -> int:
 
     Ranks of one host share its memory; what the model itself takes on the device comes free.
     """
-    mine = [socket.gethostname() if device.type == "cpu" else "", free_bytes(device)]
-    own = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == device.type)
+    own = sum(local_of(p).nbytes for p in model.parameters() if p.device.type == device.type)
+    mine = [socket.gethostname() if device.type == "cpu" else "", free_bytes(device), own]
     said = comm.exchange_objects(mine, "the other ranks' free memory")
-    sharing = Counter(host for host, _ in said if host)
-    return int(min(free // sharing.get(host, 1) for host, free in said)) + own
+    sharing = Counter(host for host, _, _ in said if host)
+    return int(min(free // sharing.get(host, 1) + own for host, free, own in said))
 
 
 def choose(
@@ -78,9 +81,19 @@ def choose(
         bucket_bytes=config.bucket_bytes,
         exact=mesh.backend != "nccl" if config.exact is None else config.exact,
     )
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    buffers = sum(local_of(buffer).nbytes for buffer in model.buffers())
     known = Model(type(model).__name__, of_plans(plans, config.precision), exact=True, buffer_bytes=buffers)
-    stages, reason = choose_stages(known, setup)
+    stages: dict[str, int] = {}
+    problem, reason = None, ""
+    try:
+        stages, reason = choose_stages(known, setup)
+    except ConfigError as error:
+        problem = error
+    # Ranks along a tensor-parallel dim may have parts of other sizes; all take what the largest needs.
+    verdict = None if problem is None else [type(problem).__name__, str(problem)]
+    said = comm.exchange_objects([stages, verdict], "the other ranks' choice of stages")
+    share_verdict([verdict for _, verdict in said], problem)
+    stages = {name: max(theirs[name] for theirs, _ in said) for name in stages}
     if mesh.world.rank == 0:
         LOG.info("stage='auto': %s", reason)
     return [

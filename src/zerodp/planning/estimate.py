@@ -119,9 +119,12 @@ def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str
     paged = [[f for f in flats if f.residency.shards_parameters] for flats in units.values()]
     gathered = sum(f.whole * f.spec.compute for flats in paged for f in flats)
     total = {"unsharded": 0.0, "buckets": 0.0}
-    for flats in units.values():
+    opened = sum(
+        f.whole * f.spec.compute for f in units.get(ROOT, ()) if f.residency.shards_gradients and f.spec.trains
+    )
+    for name, flats in units.items():
         one = {"unsharded": 0.0, "buckets": 0.0}
-        for f in flats:
+        for place, f in enumerate(flats):
             found = states.in_use(
                 f.residency,
                 sizes(f.spec, setup),
@@ -132,6 +135,7 @@ def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str
                 f.replicas,
                 setup.exact,
                 setup.accumulate > 1,
+                opened if name != ROOT and place == 0 else 0,
             )
             one["unsharded"] += found["unsharded"]
             one["buckets"] += found["buckets"] if f.spec.trains else 0
@@ -142,8 +146,12 @@ def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str
 
 
 def activation_bytes(model: Model, setup: Setup) -> dict[str, float]:
-    """`here` on the device and `away` on another tier; nothing where the shape or the sequence is not known."""
+    """`here` on the device and `away` on another tier; nothing where neither a trace nor shape and sequence are known."""
     shape, sequence = model.shape, setup.sequence or (model.shape.sequence if model.shape else None)
+    trace = model.traces.get(setup.checkpointing == "full")
+    if trace is not None:
+        found = {"kept": trace.saved_bytes, "working": trace.peak_bytes - trace.saved_bytes}
+        return _placed(found, len(model.units), setup)
     if shape is None or sequence is None:
         return {"here": 0, "away": 0}
     found = activations.model_bytes(
@@ -160,9 +168,13 @@ def activation_bytes(model: Model, setup: Setup) -> dict[str, float]:
         setup.tensor_parallel if setup.partition_activations else 1,
         setup.dtypes.param_dtype.itemsize,
     )
+    return _placed(found, shape.layers, setup)
+
+
+def _placed(found: Mapping[str, float], layers: int, setup: Setup) -> dict[str, float]:
     if setup.offload_activations == "device":
         return {"here": found["kept"] + found["working"], "away": 0}
-    passing = found["kept"] * min(2 / shape.layers, 1)  # one goes while the next is made
+    passing = found["kept"] * min(2 / layers, 1)  # one goes while the next is made
     return {"here": passing + found["working"], "away": found["kept"]}
 
 
@@ -252,7 +264,10 @@ def estimate(model: Model, setup: Setup, stage: Stage, rank: int = 0) -> Estimat
 
 
 def step_flops(model: Model, setup: Setup) -> float | None:
-    """Of one device in a step: 2 per parameter and token forward, 4 backward, 2 more where everything is recomputed."""
+    """Of one device in a step, traced; else 2 per parameter and token forward, 4 backward, 2 more where all is recomputed."""
+    trace = model.traces.get(setup.checkpointing == "full")
+    if trace is not None:
+        return float(trace.flops * setup.accumulate)
     sequence = setup.sequence or (model.shape.sequence if model.shape else None)
     if sequence is None:
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +14,19 @@ from ..config import Config
 from ..core.stages import STAGES
 from ..core.wrap import check_model
 from ..errors import ConfigError
+from .architecture import step_of_config
 from .estimate import KINDS, Estimate, amount, estimate
+from .gpt import gpt_step
 from .huggingface import of_config
-from .models import MOST, Model, Shape, of_count, of_module, of_shape, short
+from .models import CUTS, MOST, Model, Shape, Trace, of_count, of_module, of_shape, short
 from .recommend import Recommendation, most_that_fit, recommend
 from .setup import Setup
+from .simulated import Simulation
+from .simulated import simulate as _simulate
 from .timeline.picture import duration
 from .timeline.predict import predict
 from .timeline.simulate import Timeline
+from .traced import Step, trace
 from .training_time import training_seconds
 
 
@@ -29,7 +36,7 @@ class Plan:
 
     estimates: by stage, bytes and elements of one device and step; chosen: the stage asked for, or the recommended one;
     largest: per stage the most "parameters", "batch" and "sequence" that fit, where the memory is known; timelines: per stage a
-    simulated step, where the links are known.
+    simulated step, where the links are known; simulated: of the first and the last rank at the chosen stage, where that was asked for.
     """
 
     model: Model
@@ -39,6 +46,12 @@ class Plan:
     chosen: int
     largest: dict[int, dict[str, int]]
     timelines: dict[int, Timeline] = field(default_factory=dict)
+    simulated: tuple[Simulation, ...] = ()
+
+    @property
+    def trace(self) -> Trace | None:
+        """The step that was traced, where inputs were given."""
+        return self.model.traces.get(self.setup.checkpointing == "full")
 
     @property
     def recommended(self) -> int:
@@ -57,15 +70,12 @@ class Plan:
     def assumptions(self) -> tuple[str, ...]:
         """What the figures rest on, in words."""
         setup = self.setup
-        sequence = setup.sequence or (self.model.shape.sequence if self.model.shape else None)
         return (
             f"{setup.policy} ({setup.optimizer}), for the paper's figures",
             f"{setup.shard_ranks} ranks share the states"
             + (f", {setup.replicate} replicas" if setup.replicate > 1 else "")
             + (f", {setup.tensor_parallel} tensor parallel ranks" if setup.tensor_parallel > 1 else ""),
-            f"activations for {setup.batch} x {sequence} tokens per device, checkpointing {setup.checkpointing}"
-            if self.model.shape is not None and sequence
-            else "activations are not counted: no shape or sequence is known",
+            self._activations(),
             *self._about_time(),
             *self.model.assumptions,
         )
@@ -89,9 +99,24 @@ class Plan:
         """Of the whole training by this stage; None without `tokens` or a rate."""
         return training_seconds(self.model, self.setup, self.estimates[stage], self.timelines.get(stage))
 
+    def _activations(self) -> str:
+        setup, found = self.setup, self.trace
+        sequence = setup.sequence or (self.model.shape.sequence if self.model.shape else None)
+        if found is not None:
+            return (
+                f"activations traced: {amount(found.saved_bytes)} kept for backward, {amount(found.peak_bytes)} at the most, in "
+                f"{found.peak_phase} of {found.peak_unit!r}"
+            )
+        if self.model.shape is not None and sequence:
+            return f"activations for {setup.batch} x {sequence} tokens per device, checkpointing {setup.checkpointing}"
+        return "activations are not counted: give inputs=, or a shape and a sequence"
+
     def as_json(self) -> dict[str, Any]:
         """Plain values: `stages` maps "0".."3" to their figures, `recommended` is a stage."""
+        found = self.trace
         return {
+            "trace": None if found is None else dataclasses.asdict(found),
+            "simulated": [one.as_json() for one in self.simulated],
             "model": self.model.name,
             "parameters": round(self.model.numel),
             "world_size": self.setup.world_size,
@@ -150,7 +175,8 @@ class Plan:
         rows += self.time_rows()
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([f"{self.model.name} on {self.setup.world_size} devices", *lines, self.reason])
+        lines += [self.reason, *map(str, self.simulated)]
+        return "\n".join([f"{self.model.name} on {self.setup.world_size} devices", *lines])
 
 
 def plan(
@@ -163,9 +189,12 @@ def plan(
     stage: int | None = None,
     units: Any = None,
     ignore: Any = (),
+    inputs: Any = None,
+    loss: Callable[[Any], Any] | None = None,
+    simulate: bool = False,
     **options: Any,
 ) -> Plan:
-    """What each ZeRO stage would hold on a device and send in a step, from closed forms; nothing is run.
+    """What each ZeRO stage would hold on a device and send in a step, from closed forms; nothing is run on real memory.
 
     Args:
         model_or_parameter_count: a module (on any device, also meta), a count of parameters, a `planning.models.Shape`, or
@@ -175,11 +204,20 @@ def plan(
         optimizer: "adam", "adamw", "nadam", "radam", "lion", "momentum", "rmsprop", "adagrad" or "sgd".
         precision: as in :func:`zerodp.shard`.
         stage: the stage asked for; None takes the recommended one.
-        units, ignore: as in :func:`zerodp.shard`, for a module.
+        units: as in :func:`zerodp.shard`, for a module; for a count or a shape "block", "branch" (attention and MLP apart) or
+            "linear".
+        ignore: as in :func:`zerodp.shard`, for a module.
+        inputs: what the module is called with, of one rank: a tuple (or one tensor), or a mapping of arguments by name. Their
+            values do not matter, only those of whole numbers may be looked at; they may be on the meta device. A step with them
+            is traced on a copy without memory, and gives activations and FLOPs. For a config file True makes the module (with
+            `transformers`) and its inputs.
+        loss: a scalar from the module's output; None takes the output's `loss`, the output if it is a scalar, else its mean.
+        simulate: run the engine itself on the first and the last of `world_size` ranks that are only pretended, at the stage
+            asked for or recommended; for a module with `inputs`, or a shape.
         options: further fields of `planning.setup.Setup`, such as `batch`, `sequence`, `tensor_parallel`, `checkpointing`.
 
     Raises:
-        ConfigError: a setting out of its range, or a model that cannot be planned for.
+        ConfigError: a setting out of its range, a model that cannot be planned for, or a step that cannot run without values.
     """
     setup = Setup.of(
         {
@@ -192,14 +230,55 @@ def plan(
     )
     if stage is not None:
         stage = _number(Config(stage=stage).stage)
-    model = model_of(model_or_parameter_count, setup, units, ignore)
+    given = model_or_parameter_count
+    step = _step(given, setup, inputs, loss, units, ignore, simulate, options)
+    model = model_of(given if step is None or isinstance(given, Shape) else step.model, setup, units, ignore)
     check_tensor_parallel(model, setup)
+    if step is not None and not isinstance(given, Shape):
+        model = dataclasses.replace(model, traces=_traces(step, setup))
     estimates = {number: estimate(model, setup, number) for number in STAGES}
     found = recommend(model, setup, estimates)
     largest = {number: most_that_fit(model, setup, number) for number in STAGES}
     steps = {number: predict(model, setup, number, setup.links) for number in STAGES if setup.links is not None}
     timelines = {number: step for number, step in steps.items() if step is not None}
-    return Plan(model, setup, estimates, found, found.stage if stage is None else stage, largest, timelines)
+    chosen = found.stage if stage is None else stage
+    ranks = sorted({0, setup.world_size - 1}) if simulate else []
+    assert step is not None or not ranks
+    seen = tuple(_simulate(step, setup, chosen, rank) for rank in ranks if step is not None)
+    return Plan(model, setup, estimates, found, chosen, largest, timelines, seen)
+
+
+def _step(
+    given: Any, setup: Setup, inputs: Any, loss: Any, units: Any, ignore: Any, simulate: bool, options: Any
+) -> Step | None:
+    """The step to run, where one was asked for."""
+    precision = setup.precision
+    if isinstance(given, Shape) and simulate and inputs is None:
+        return gpt_step(given, setup.batch, setup.sequence, units or "block", precision)
+    if inputs is None and not simulate:
+        return None
+    if isinstance(given, str | os.PathLike) and inputs is True:
+        model, inputs, loss = step_of_config(given, setup.batch, setup.sequence)
+        return Step(model, inputs, loss, Config(precision=precision, units=units, ignore=ignore))
+    if not isinstance(given, nn.Module) or inputs is None:
+        raise ConfigError(
+            "inputs: a step is run for a torch.nn.Module with its inputs=, for a config file with inputs=True, or (with simulate=True) for a shape; "
+            f"got {type(given).__name__}"
+            + ("" if isinstance(given, nn.Module) else f" and inputs={inputs!r}" if inputs is None else "")
+        )
+    said = [name for name in ("batch", "sequence") if name in options]
+    if said:
+        raise ConfigError(f"{said[0]}: the inputs say that already; leave it out")
+    return Step(given, inputs, loss, Config(precision=precision, units=units, ignore=ignore))
+
+
+def _traces(step: Step, setup: Setup) -> dict[bool, Trace]:
+    """Of the step as the model is, or with its blocks checkpointed; of both where memory may ask for it."""
+    checkpointed = setup.checkpointing == "full"
+    found = {checkpointed: trace(step, checkpointed)}
+    if setup.device_memory is not None and not checkpointed and step.has_blocks:
+        found[True] = trace(step, checkpointed=True)
+    return found
 
 
 def _number(stage: Any) -> int:
@@ -214,7 +293,7 @@ def model_of(given: Any, setup: Setup, units: Any = None, ignore: Any = ()) -> M
         check_model(given)
         return of_module(given, Config(precision=setup.precision, units=units, ignore=ignore))
     if isinstance(given, Shape):
-        return of_shape(given, setup.dtypes)
+        return of_shape(given, setup.dtypes, _cut(units))
     if isinstance(given, str | os.PathLike):
         return of_config(given, setup.dtypes)
     if isinstance(given, bool) or not isinstance(given, int | float) or not 1 <= given < float("inf"):
@@ -223,7 +302,13 @@ def model_of(given: Any, setup: Setup, units: Any = None, ignore: Any = ()) -> M
         )
     if given > MOST["parameters"]:
         raise ConfigError(f"params: at most {MOST['parameters']:,} can be planned for, got {given:.3g}")
-    return of_count(given, setup.dtypes, setup.sequence)
+    return of_count(given, setup.dtypes, setup.sequence, _cut(units))
+
+
+def _cut(units: Any) -> str:
+    if units is not None and units not in CUTS:
+        raise ConfigError(f"units: without a module expected one of {', '.join(CUTS)}, got {units!r}")
+    return units or "block"
 
 
 def check_tensor_parallel(model: Model, setup: Setup) -> None:

@@ -76,30 +76,45 @@ def fits(model: Model, setup: Setup) -> bool:
 
 
 def changes(model: Model, setup: Setup) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What could be changed, the cheapest first: (in words, fields of the setup)."""
-    if setup.checkpointing != "full" and model.shape is not None:
+    """What could be changed, the cheapest first: (in words, fields of the setup; the model's units under "units")."""
+    if setup.checkpointing != "full" and (model.shape is not None or True in model.traces):
         yield "activation checkpointing", {"checkpointing": "full"}
     if setup.batch > 1:
         yield "a batch of 1", {"batch": 1}
     if setup.replicate > 1:
         yield "no replicas: shard over all devices", {"replicate": 1}
+    for name, units in model.finer:
+        yield f"smaller units ({name})", {"units": units}
+    if setup.prefetch:
+        yield "no unit gathered ahead (prefetch 0)", {"prefetch": 0}
     if setup.offload_optimizer == "device":
         yield "the optimizer on the host", {"offload_optimizer": "host"}
     if setup.offload_params == "device":
         yield "parameters on the host", {"offload_params": "host"}
+    if setup.checkpointing == "full" and setup.offload_activations == "device":
+        yield "activation checkpoints on the host", {"offload_activations": "host"}
+
+
+def changed(model: Model, setup: Setup, fields: Mapping[str, Any]) -> tuple[Model, Setup]:
+    others = {name: value for name, value in fields.items() if name != "units"}
+    if "units" in fields:
+        model = dataclasses.replace(model, units=fields["units"])
+    return model, dataclasses.replace(setup, **others)
 
 
 def remedies(model: Model, setup: Setup) -> Iterator[str]:
     """Single changes that make it fit; else the first so many of them together; and how many devices would."""
-    alone, together = False, setup
+    alone, together = False, (model, setup)
     names: list[str] = []
     for name, fields in changes(model, setup):
-        if fits(model, dataclasses.replace(setup, **fields)):
+        if fits(*changed(model, setup, fields)):
             alone = True
             yield name
     for name, fields in () if alone else changes(model, setup):
-        together, names = dataclasses.replace(together, **fields), [*names, name]
-        if len(names) > 1 and fits(model, together):
+        if "units" in fields:
+            names = [other for other in names if not other.startswith("smaller units")]
+        together, names = changed(*together, fields), [*names, name]
+        if len(names) > 1 and fits(*together):
             yield " with ".join(names)
             break
     more = setup.world_size * 2

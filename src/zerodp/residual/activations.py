@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import Config, Offload
 from ..core import wrap
 from ..core.module import hide_from_compiler, tensors_in
-from ..errors import ConfigError
+from ..errors import ConfigError, StorageError
 from .replicated import members, named_dim
 from .store import Saved, Store, current_store
 
@@ -47,7 +47,7 @@ def activation_checkpoint(
 
     Raises:
         ConfigError: an option that cannot work, or a call that changed an object given to it.
-        StorageError: the disk is full or cannot be read.
+        StorageError: the disk is full or cannot be read, here or on another rank.
     """
     hide_from_compiler()
     label = getattr(function, "__qualname__", type(function).__name__)
@@ -69,22 +69,74 @@ def apply_activation_checkpointing(model: M, units: Any = None, partition: Any =
     Raises:
         ConfigError: an option that cannot work, or no such modules.
     """
-    settings = Settings.of(partition, offload)
-    chosen = wrap.choose_modules(model, Config(units=units).units)
-    if units is None:
-        chosen = {name: module for name, module in chosen.items() if any(True for _ in module.children())}
-    if not chosen:
-        raise ConfigError(
-            "apply_activation_checkpointing: this model has no repeated blocks; name what to checkpoint by units="
-        )
-    if isinstance(partition, str):
-        settings = Settings(named_dim(partition, list(model.parameters())), settings.offload)
-    hide_from_compiler()
-    for name, module in chosen.items():
-        if not isinstance(module, Checkpointed):
-            module.__class__ = _checkpointed(type(module))
-        module.__dict__["_checkpointing"] = (settings, wrap.clean(name))
+    Blocks.of(model, units, partition, offload).apply()
     return model
+
+
+def blocks_of(model: nn.Module, config: Config) -> Blocks | None:
+    """What `config` wants checkpointed in a model that is to be sharded; nothing is changed yet.
+
+    Raises:
+        ConfigError: there is none, or no ranks to split its inputs over.
+    """
+    units, partition = config.checkpoint_activations, config.partition_activations
+    if units is False:
+        return None
+    if partition is True:
+        partition = wrap.tensor_mesh(model)
+        if partition is None:
+            raise ConfigError(
+                "partition_activations=True splits over the tensor-parallel ranks, and no parameter of this model is a DTensor; pass the process "
+                "group or 1-D mesh whose ranks see the same inputs, or leave it out"
+            )
+    return Blocks.of(model, None if units is True else units, partition or None, config.offload)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Modules to checkpoint at each call, and how."""
+
+    modules: dict[str, nn.Module]
+    settings: Settings
+
+    @classmethod
+    def of(cls, model: nn.Module, units: Any, partition: Any, offload: Any) -> Blocks:
+        """
+        Raises:
+            ConfigError: an option that cannot work, or no such modules.
+        """
+        settings = Settings.of(partition, offload)
+        chosen = wrap.choose_modules(model, Config(units=units).units)
+        if units is None:
+            chosen = {name: module for name, module in chosen.items() if any(True for _ in module.children())}
+        if not chosen:
+            raise ConfigError(
+                "activation checkpointing: this model has no repeated blocks; name what to checkpoint by units= (of "
+                "apply_activation_checkpointing) or checkpoint_activations= (of shard)"
+            )
+        if isinstance(partition, str):
+            settings = Settings(named_dim(partition, list(model.parameters())), settings.offload)
+        return cls(chosen, settings)
+
+    @property
+    def facts(self) -> list[str]:
+        """What must be the same on all ranks, in words."""
+        ranks = 1 if self.settings.partition is None else len(members(self.settings.partition))
+        place = self.settings.offload.activations
+        return [f"checkpointed blocks {list(self.modules)}, inputs split over {ranks} ranks, on {place!r}"]
+
+    def apply(self) -> None:
+        hide_from_compiler()
+        for name, module in self.modules.items():
+            if not isinstance(module, Checkpointed):
+                module.__class__ = _checkpointed(type(module))
+            module.__dict__["_checkpointing"] = (self.settings, wrap.clean(name))
+
+    def remove(self) -> None:
+        for module in self.modules.values():
+            if isinstance(module, Checkpointed):
+                module.__class__ = type(module).__mro__[2]
+                del module.__dict__["_checkpointing"]
 
 
 @dataclass(frozen=True)
@@ -138,7 +190,7 @@ def _call(function: Callable[..., Any], settings: Settings, label: str, args: An
     if isinstance(partition, str):
         partition = named_dim(partition, [*leaves, *_parameters(function)])
     store = current_store(device)
-    with _apart():
+    with _apart(store):
         kept = store.keep(leaves, partition, settings.offload, label)
         anchor = torch.empty(0, device=device)
     whole = [leaf for leaf in kept if isinstance(leaf, Tensor)]
@@ -166,7 +218,7 @@ class Call:
         if self.inputs is not None:
             (args, kwargs), self.inputs = self.inputs, None
             return self._first(args, kwargs)
-        with _apart():
+        with _apart(self.store):
             leaves = self._brought_back(whole)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         del leaves
@@ -221,8 +273,12 @@ def _recomputed_anyway() -> bool:
 
 
 @contextlib.contextmanager
-def _apart() -> Iterator[None]:
+def _apart(store: Store) -> Iterator[None]:
     """What the store does is none of the model's operations: neither autograd nor a mode that watches them sees it."""
     modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else contextlib.nullcontext()
     with torch.no_grad(), modes:
-        yield
+        try:
+            yield
+        except StorageError as error:
+            store.tell(error)
+            raise

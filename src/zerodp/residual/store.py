@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from ..config import FLOATS, Offload
 from ..core.arena import Arena, Slot
 from ..core.comm import CommRow
+from ..core.control import spread
 from ..core.runtime import RUNTIMES, Runtime
+from ..errors import StorageError
 from ..tiers import Tier, Transfer
 from ..tiers.device import DeviceTier
 from ..tiers.disk import DiskTier
@@ -84,8 +86,9 @@ class Saved:
 class Store:
     """The inputs at rest of one model (or of none) on one device."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, runtime: Runtime | None = None) -> None:
         self.arena = arena
+        self.runtime = weakref.ref(runtime) if runtime is not None else lambda: None  # it keeps this store alive
         self.tiers: dict[Offload, Tier] = {}
         self.partitions: dict[tuple[int, ...], Partition] = {}
         self.shared: weakref.WeakValueDictionary[Any, Saved] = weakref.WeakValueDictionary()
@@ -108,6 +111,12 @@ class Store:
             if split[place] or offload.activations != "device":
                 kept[place] = self._saved(tensor, offload, over if split[place] else None, label)
         return kept
+
+    def tell(self, error: StorageError) -> None:
+        """The other ranks of the model, and of the calls that are split, raise this rank's error too."""
+        runtime = self.runtime()
+        models = [runtime.comm] if runtime is not None else []
+        spread(error, [*models, *(p._comm for p in self.partitions.values() if p._comm is not None)])
 
     def settle(self) -> None:
         """Free what was dropped since the last use."""
@@ -191,7 +200,7 @@ _of_devices: dict[torch.device, Store] = {}
 def store_of(runtime: Runtime) -> Store:
     """The store of a sharded model."""
     if runtime not in _of_models:
-        _of_models[runtime] = Store(runtime.arena)
+        _of_models[runtime] = Store(runtime.arena, runtime)
     return _of_models[runtime]
 
 

@@ -33,7 +33,10 @@ def device(*values: Number) -> dict[str, Number]:
     held = states.held(
         residency, size, numel, part, part, alone, p["accumulates"], p["optimizer_away"], p["parameters_away"]
     )
-    used = states.in_use(residency, size, largest, root, p["pages"], ranks, replicas, p["exact"], p["accumulates"])
+    opened = choose(residency.shards_gradients, choose(p["largest"] - p["root"], root * size.compute, 0), 0)
+    used = states.in_use(
+        residency, size, largest, root, p["pages"], ranks, replicas, p["exact"], p["accumulates"], opened
+    )
     kept = choose(residency.shards_parameters, p["unsharded_bytes"], 0)
     gathered = choose(residency.shards_parameters, numel * size.compute, 0)
     acts = activations.model_bytes(

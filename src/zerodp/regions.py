@@ -1,0 +1,188 @@
+"""Contiguous memory cut into spaces: what an arena's slots lie in. It knows bytes, not what they are for.
+
+A space that was given back stays as it is, and serves the next request of its size at once. Only when none fits exactly are idle
+neighbours put together and cut anew. At first every request that finds no room has a block of its own, and idle blocks go
+before more is held than was in use at one time. When nothing is in use any more, the blocks become a single one of the size that
+was needed; it is filled from both ends, so that two kinds of things with lives of their own do not lie mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+ALIGN = 512  # bytes; of CUDA's own allocations, and a multiple of a cache line
+GROWTH = 16  # the part of a block that is added to it when holes have made it too small
+LARGE = 4  # what takes this part of all there is goes to the upper end, so that small things do not cut its place up
+
+
+class Space:
+    """[start, start + size) of a block; `before` and `after` are its neighbours there. top: taken from the block's upper end."""
+
+    __slots__ = ("after", "before", "block", "idle", "size", "slot", "start", "top")
+
+    def __init__(self, block: Tensor, start: int, size: int, top: bool) -> None:
+        self.block, self.start, self.size, self.top = block, start, size, top
+        self.before: Space | None = None
+        self.after: Space | None = None
+        self.idle = True
+        self.slot: Any = None  # what its user keeps with it from one use to the next
+
+    def memory(self) -> Tensor:
+        """Its bytes, as a tensor with a storage of its own: who still sees it can be counted, and keeps the block alive."""
+        with torch.inference_mode(False):  # or training could not use it later
+            part = self.block[self.start : self.start + self.size]
+            if type(part) is not Tensor or part.is_meta:  # tensors without memory, when a plan is simulated
+                return torch.empty_like(part)
+            return from_dlpack(to_dlpack(part))
+
+
+class Region:
+    """Memory of one device for things that live about equally long."""
+
+    def __init__(self, empty: Callable[[int, torch.dtype], Tensor]) -> None:
+        self.empty = empty  # makes its blocks
+        self.firsts: list[Space] = []  # of each block
+        self.idle: dict[tuple[int, bool], list[Space]] = {}  # by size and end
+        self.whole = False  # one block serves all, or did until it was too small
+        self.lent = self.peak = self.reserved = self.allocations = 0
+
+    def take(self, nbytes: int, top: bool) -> Space:
+        """At least so many bytes; their contents are arbitrary."""
+        size = max(-(-nbytes // ALIGN), 1) * ALIGN
+        top = top or size * LARGE >= self.reserved
+        if not self.lent and self.firsts:
+            self._begin(size, top)
+        self.lent += size
+        self.peak = max(self.peak, self.lent)
+        same = self.idle.get((size, top))
+        space = same.pop() if same else self._cut(self._room(size, top), size, top)
+        space.idle = False
+        return space
+
+    def give(self, space: Space) -> None:
+        self.lent -= space.size
+        self._rest(space)
+
+    def clear(self) -> None:
+        """Let go of the blocks of which nothing is in use, and forget what was needed."""
+        self._drop(self.reserved)
+        self.peak, self.whole = self.lent, False
+
+    def _rest(self, space: Space) -> None:
+        space.idle = True
+        self.idle.setdefault((space.size, space.top), []).append(space)
+
+    # ---- blocks
+
+    def _begin(self, size: int, top: bool) -> None:
+        """Nothing is in use. What was cut stays so if the same comes again, else it would be in the way of other sizes."""
+        if len(self.firsts) > 1 or not self.whole or size > self.reserved:
+            return self._unite(size)
+        run = next(self._runs())
+        if run[-1 if top else 0].size != size:
+            self._dissolve(run)
+            self.firsts = [Space(run[0].block, 0, self.reserved, False)]
+            self._rest(self.firsts[0])
+
+    def _unite(self, size: int) -> None:
+        """Nothing is in use: one block in place of all. If it is not because more was in use, holes were the trouble."""
+        needed, before = max(self.peak, size), self.firsts[0].block.numel()
+        if self.whole and needed <= before:
+            needed = before + max(before // GROWTH // ALIGN, 1) * ALIGN
+        self._drop(self.reserved)
+        self._allocate(needed)
+        self.whole = True
+
+    def _room(self, size: int, top: bool) -> list[Space]:
+        """Adjoining idle spaces with room for so many bytes, at the right end of the one block, or a block of their own."""
+        runs = [run for run in self._runs() if _bytes(run) >= size]
+        main = [run for run in runs if self.whole and run[0].block is self.firsts[0].block]
+        if main:
+            return main[-1] if top else main[0]
+        fitting = [run for run in runs if _bytes(run) <= 2 * size]  # a small thing must not hold on to a large block
+        if fitting:
+            return min(fitting, key=_bytes)
+        self._drop(self.reserved + size - self.peak)
+        return [self._allocate(size)]
+
+    def _allocate(self, size: int) -> Space:
+        block = self.empty(size, torch.uint8)
+        self.reserved += size
+        self.allocations += 1
+        self.firsts.append(Space(block, 0, size, False))
+        self._rest(self.firsts[-1])
+        return self.firsts[-1]
+
+    def _drop(self, nbytes: int) -> None:
+        """Let go of idle blocks until they are so many bytes, if there are as many; the largest first."""
+        runs = sorted(self._runs(), key=_bytes, reverse=True)
+        for run in runs:
+            if nbytes > 0 and run[0].before is None and run[-1].after is None and not self._kept(run):
+                size = _bytes(run)
+                self.firsts.remove(run[0])
+                self._dissolve(run)
+                self.reserved -= size
+                nbytes -= size
+
+    def _kept(self, run: list[Space]) -> bool:
+        """The one block stays while anything is in use."""
+        return self.whole and self.lent > 0 and run[0] is self.firsts[0]
+
+    # ---- spaces of blocks
+
+    def _cut(self, run: list[Space], size: int, top: bool) -> Space:
+        """The run's spaces become one of this size, and an idle one of the rest."""
+        block, start, rest = run[0].block, run[0].start, _bytes(run) - size
+        before, after = run[0].before, run[-1].after
+        new = Space(block, start + rest if top else start, size, top)
+        parts = [new]
+        if rest:
+            other = Space(block, start if top else start + size, rest, run[0].top)
+            parts = [other, new] if top else [new, other]
+        if before is None:
+            self.firsts[self.firsts.index(run[0])] = parts[0]
+        self._dissolve(run)
+        for space in parts:
+            if space is not new:
+                self._rest(space)
+            _join(before, space)
+            before = space
+        _join(before, after)
+        return new
+
+    def _dissolve(self, run: list[Space]) -> None:
+        """They refer to nothing any more, so that a block's memory goes with its last user."""
+        for space in run:
+            self.idle[space.size, space.top].remove(space)
+            space.before = space.after = space.slot = None
+
+    def _runs(self) -> Iterator[list[Space]]:
+        """Idle spaces that adjoin, by block and address."""
+        for first in list(self.firsts):
+            run: list[Space] = []
+            space: Space | None = first
+            while space is not None:
+                if space.idle:
+                    run.append(space)
+                elif run:
+                    yield run
+                    run = []
+                space = space.after
+            if run:
+                yield run
+
+
+def _bytes(run: list[Space]) -> int:
+    return sum(space.size for space in run)
+
+
+def _join(before: Space | None, after: Space | None) -> None:
+    if before is not None:
+        before.after = after
+    if after is not None:
+        after.before = before

@@ -1,0 +1,209 @@
+"""M_D: memory that comes and goes takes no more after the first steps, and why long-lived and short-lived lie apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerodp
+from tests.ranks.oracle import adamw, squares
+from tests.ranks.pool import Pool, on_ranks
+from tests.ranks.test_activation_bytes import Wide
+from tests.ranks.test_activations import WORLD, over
+from tests.ranks.toys import Block
+from zerodp.core.arena import Arena
+from zerodp.regions import ALIGN
+from zerodp.residual.store import store_of
+
+LONGEST, STEPS = 256, 300
+WARM_UP = 6  # of the longest: blocks become one, which may have to grow by a few parts of itself
+
+
+def arenas(model: nn.Module) -> list[Arena]:
+    tiers: list[Any] = list(store_of(model._zerodp).tiers.values())
+    return [model._zerodp.arena, *(getattr(tier, "host", tier).arena for tier in tiers if hasattr(tier, "latent"))]
+
+
+def lengths() -> list[int]:
+    return torch.randint(1, LONGEST + 1, (STEPS,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("partition", "offload"), [(WORLD, None), (WORLD, "host")], ids=["split", "split host"])
+def test_nothing_is_allocated_after_the_longest(partition: Any, offload: Any) -> None:
+    """300 steps of varying lengths: not a byte more, and not one allocation."""
+    model = Wide(16, 2)
+    model, optimizer = zerodp.shard(model, adamw(model), stage=3, units=[Block])
+    zerodp.apply_activation_checkpointing(model, units=[Block], partition=over(partition), offload=offload)
+    seen: list[Any] = []
+    for length in [LONGEST] * WARM_UP + lengths():
+        squares(model, torch.ones(length, 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([(arena.reserved, arena.allocations) for arena in arenas(model)])
+    assert len(set(map(tuple, seen[WARM_UP - 1 :]))) == 1, sorted(set(map(tuple, seen[WARM_UP - 1 :])))
+    assert all(region.reserved <= 1.25 * region.peak for arena in arenas(model) for region in arena.both)
+    memory = zerodp.stats(model).memory
+    assert (memory.reserved, memory.allocations) == seen[-1][0]
+
+
+@on_ranks(2)
+def test_gradients_take_the_same_memory_in_every_step() -> None:
+    model, _ = zerodp.shard(Wide(16, 2), stage=3, units=[Block])
+    places = []
+    for _ in range(3):
+        squares(model, torch.ones(4, 3)).backward()
+        zerodp.full_grads(model)
+        places.append(sorted(grad.data_ptr() for _, _, grad in zerodp.local_shards(model, "gradients")))
+        model.zero_grad()
+    assert places[1] == places[2]
+    kept = [grad for _, _, grad in step_of(model)]
+    before = [grad.clone() for grad in kept]
+    model.zero_grad()
+    step_of(model)
+    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True)), "a gradient that the user keeps"
+
+
+def step_of(model: nn.Module) -> list[Any]:
+    squares(model, torch.randn(4, 3)).backward()
+    return list(zerodp.local_shards(model, "gradients"))
+
+
+# ---- a recorded trace through a plain allocator
+
+
+@dataclass
+class Event:
+    """`size` bytes taken under a number, or (0) given back; of a long-lived kind, and of the one at the upper end."""
+
+    number: int
+    size: int
+    long: bool
+    top: bool
+
+
+class Recorder:
+    """Stands between an arena and its regions, and writes down what is asked for."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.events: list[Event] = []
+        self.numbers: dict[int, int] = {}
+        for region, long in zip(arena.both, (False, True), strict=True):
+            self.listen(region, long)
+
+    def listen(self, region: Any, long: bool) -> None:
+        take, give = region.take, region.give
+
+        def taken(nbytes: int, top: bool) -> Any:
+            space = take(nbytes, top)
+            self.numbers[id(space)] = len(self.events)
+            self.events.append(Event(len(self.events), space.size, long, top))
+            return space
+
+        def given(space: Any) -> None:
+            number = self.numbers.pop(id(space))
+            self.events.append(Event(number, 0, long, space.top))
+            give(space)
+
+        region.take, region.give = taken, given
+
+
+@dataclass
+class Heap:
+    """An ordinary allocator of one stretch of memory: free holes by address, joined with their neighbours when freed."""
+
+    capacity: int
+    where: str  # "first" hole that fits, "best" one, or at one of both "ends"
+    holes: list[tuple[int, int]] = field(default_factory=list)  # (start, size)
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.holes = [(0, self.capacity)]
+
+    @property
+    def free(self) -> int:
+        return sum(size for _, size in self.holes)
+
+    def take(self, event: Event) -> bool:
+        fitting = [hole for hole in self.holes if hole[1] >= event.size]
+        if not fitting:
+            return False
+        top = event.top and self.where == "ends"
+        start, space = min(fitting, key=lambda hole: hole[1]) if self.where == "best" else fitting[-1 if top else 0]
+        place, rest = self.holes.index((start, space)), space - event.size
+        self.holes[place : place + 1] = [(start if top else start + event.size, rest)] if rest else []
+        self.held[event.number] = (start + rest if top else start, event.size)
+        return True
+
+    def give(self, number: int) -> None:
+        joined: list[tuple[int, int]] = []
+        for start, size in sorted([*self.holes, self.held.pop(number)]):
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + size)
+            else:
+                joined.append((start, size))
+        self.holes = joined
+
+
+def replay(events: list[Event], heaps: dict[bool, Heap]) -> tuple[int, int] | None:
+    """(bytes wanted, bytes free) at the first request that finds no hole; None if all do."""
+    for event in events:
+        heap = heaps[event.long]
+        if event.size and not heap.take(event):
+            return event.size, heap.free
+        if not event.size:
+            heap.give(event.number)
+    return None
+
+
+class Lookup(nn.Module):
+    """Few layers and a large vocabulary."""
+
+    def __init__(self, vocabulary: int = 1024, width: int = 32, depth: int = 8) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.emb(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def recorded(steps: int = 24) -> tuple[list[Event], list[int]]:
+    """On a rank: what steps of varying lengths ask for, and the bytes that the arena has of each region in the end."""
+    torch.manual_seed(0)
+    model, _ = zerodp.shard(Lookup(), stage=3, units=[Block, nn.Embedding, nn.Linear])
+    zerodp.apply_activation_checkpointing(model, units=[Block], partition=dist.group.WORLD)
+    arena: Arena = model._zerodp.arena
+    recorder = Recorder(arena)
+    for length in lengths()[:steps]:
+        model(torch.arange(length)).pow(2).mean().backward()
+        model.zero_grad()
+    return recorder.events, [region.reserved for region in arena.both]
+
+
+def test_a_plain_allocator_fails_with_a_third_free(ranks: Pool) -> None:
+    """The same requests in as much memory as the arena has: from one heap they fail, from the arena's two regions they do not."""
+    events, (short, long) = ranks.run(2, recorded)[0]
+    assert any(event.long for event in events)
+    assert all(event.size % ALIGN == 0 for event in events)
+    assert replay(events, {False: Heap(short, "ends"), True: Heap(long, "ends")}) is None
+    found = {}
+    for where in ("first", "best"):
+        heap = Heap(short + long, where)
+        failure = replay(events, {False: heap, True: heap})
+        assert failure is not None
+        wanted, free = failure
+        assert wanted <= free
+        found[where] = free / (short + long)
+    assert found["first"] >= 0.3
+    assert found["best"] >= 0.15

@@ -1,0 +1,153 @@
+"""Memory of the arena: nothing overlaps, idle neighbours join, and what is held stays near the most that was in use."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+
+from zerodp.core.arena import Arena
+from zerodp.regions import ALIGN, Region, Space
+
+CPU = torch.device("cpu")
+
+
+def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
+def spans(region: Region) -> list[tuple[int, int, bool]]:
+    """(start, stop, idle) of every space, by address; each block is covered without gaps."""
+    found = []
+    for first in region.firsts:
+        space: Space | None = first
+        at = 0
+        while space is not None:
+            assert space.start == at
+            assert space.after is None or space.after.before is space
+            found.append(
+                (
+                    space.block.data_ptr() + space.start,
+                    space.block.data_ptr() + space.start + space.size,
+                    space.idle,
+                )
+            )
+            at, space = at + space.size, space.after
+        assert at == first.block.numel()
+    assert sum(stop - start for start, stop, _ in found) == region.reserved
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_use_never_overlaps(seed: int) -> None:
+    chance, arena, held = random.Random(seed), Arena(CPU), []
+    for number in range(600):
+        if held and chance.random() < 0.5:
+            slot, mark, numel = held.pop(chance.randrange(len(held)))
+            assert bool((slot.tensor == mark).all())
+            assert slot.tensor.numel() == numel
+            arena.give(slot)
+        else:
+            numel = chance.choice([0, 1, 100, 128, 500, 1000, chance.randrange(3000)])
+            slot = arena.take(numel, torch.float32, chance.choice(["unsharded", "buckets", "activations", "gradients"]))
+            slot.tensor.fill_(number)
+            held.append((slot, number, numel))
+    for region in arena.both:
+        idle = sorted(space.size for spaces in region.idle.values() for space in spaces)
+        assert idle == sorted(stop - start for start, stop, free in spans(region) if free)
+    for slot, _, _ in held:
+        arena.give(slot)
+    assert arena.total == 0
+    arena.drop_idle()
+    assert (arena.reserved, [region.firsts for region in arena.both]) == (0, [[], []])
+
+
+def test_blocks_become_one_of_the_size_that_was_needed() -> None:
+    region = Region(empty)
+    first = [region.take(4 * ALIGN, top=False) for _ in range(3)]
+    assert (region.reserved, region.allocations) == (12 * ALIGN, 3)
+    region.give(first[0])
+    small = region.take(1, top=False)  # not out of a block that is four times as large
+    assert (region.reserved, region.peak) == (9 * ALIGN, 12 * ALIGN)
+    for space in (*first[1:], small):
+        region.give(space)
+    low, high = region.take(2 * ALIGN, top=False), region.take(2 * ALIGN, top=True)
+    assert (region.reserved, region.allocations) == (12 * ALIGN, 5)
+    assert (low.start, high.start) == (0, 10 * ALIGN)
+    large = region.take(3 * ALIGN, top=False)
+    assert large.start == 7 * ALIGN  # a quarter of all goes to the upper end
+    region.give(low)
+    region.give(large)
+    assert region.take(10 * ALIGN, top=False).start == 0  # idle neighbours join
+    assert region.allocations == 5
+
+
+def test_the_one_block_grows_to_what_is_needed() -> None:
+    region = Region(empty)
+    for count in (2, 2, 3, 3):
+        spaces = [region.take(4 * ALIGN, top=False) for _ in range(count)]
+        for space in spaces:
+            region.give(space)
+    assert (region.reserved, region.peak, len(region.firsts)) == (12 * ALIGN, 12 * ALIGN, 1)
+    grown = region.allocations
+    large = region.take(20 * ALIGN, top=True)
+    assert (region.reserved, region.allocations) == (20 * ALIGN, grown + 1)
+    region.give(large)
+    region.clear()
+    assert (region.reserved, region.peak, region.firsts) == (0, 0, [])
+
+
+def test_holes_make_it_larger_until_there_is_room() -> None:
+    """Requests find no hole though enough is free: the next block is a part larger, until it has room beside the holes."""
+    region = Region(empty)
+
+    def step() -> None:
+        small = [region.take(4 * ALIGN, top=False) for _ in range(10)]
+        for space in small[::2]:
+            region.give(space)
+        wide = [region.take(6 * ALIGN, top=False) for _ in range(3)]
+        for space in (*small[1::2], *wide):
+            region.give(space)
+
+    for _ in range(15):
+        step()
+    seen = region.reserved, region.allocations
+    assert region.peak == 40 * ALIGN < region.reserved <= 60 * ALIGN
+    for _ in range(10):
+        step()
+    assert (region.reserved, region.allocations) == seen
+
+
+def test_what_is_seen_outside_is_not_lent_again() -> None:
+    arena = Arena(CPU)
+    slot = arena.take(300, torch.float32, "gradients", "unit")
+    slot.tensor.fill_(1)
+    view = slot.tensor[10:20]
+    arena.give(slot)
+    assert arena.pinned() == [("unit", 1200)]
+    arena.take(300, torch.float32, "gradients").tensor.fill_(2)
+    assert bool((view == 1).all())
+    del view
+    assert arena.pinned() == []
+    assert arena.now["gradients"] == 1200
+
+
+def test_memory_outlives_the_arena_while_it_is_seen() -> None:
+    arena = Arena(CPU)
+    slot = arena.take(1000, torch.float32, "unsharded")
+    seen = slot.tensor.fill_(3).view(10, 100)
+    del arena, slot
+    gc.collect()
+    torch.empty(1000).fill_(4)
+    assert bool((seen == 3).all())
+
+
+def test_taken_in_inference_mode_it_serves_training_too() -> None:
+    arena = Arena(CPU)
+    with torch.inference_mode():
+        slot = arena.take(8, torch.float32, "unsharded")
+    weight = torch.ones(8, requires_grad=True)
+    (weight * slot.tensor.zero_()).sum().backward()
+    assert weight.grad is not None
