@@ -22,7 +22,10 @@ pytestmark = pytest.mark.timeout(400)  # several processes start, one after anot
 def test_a_run_leaves_log_pictures_table_and_sample(finished: tuple[Path, str]) -> None:
     folder, output = finished
     kept = {path.name for path in folder.iterdir()}
-    assert kept == {"run.json", "checkpoints", "log.jsonl", "stages.json", "report.txt", "loss.png", "memory.png"}
+    assert kept == {
+        *("run.json", "checkpoints", "log.jsonl", "stages.json", "report.txt", "loss.png", "memory.png"),
+        *("forecast.json", "report.html"),
+    }
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [record["step"] for record in log(folder)] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in log(folder) if record["validation_loss"]] == [2, 4, 6]
@@ -156,3 +159,19 @@ def test_two_nodes_under_torchrun(finished: tuple[Path, str], tmp_path: Path, ca
     assert "step 6/6" in shown[0][0]
     assert shown[1][0] == ""
     assert losses(folder) == losses(finished[0])
+
+
+def test_what_was_predicted_is_compared_with_what_came(finished: tuple[Path, str]) -> None:
+    """States and traffic to the byte; of the time only that there is one."""
+    folder, output = finished
+    lines = {line["what"]: line for line in json.loads((folder / "forecast.json").read_text())["lines"]}
+    for what in ("parameters", "gradients", "optimizer", "unsharded", "sent per step"):
+        assert lines[what]["predicted"] == lines[what]["measured"], what
+    assert lines["buckets"]["measured"] > 0
+    assert lines["seconds per step"]["predicted"] > 0
+    assert lines["seconds per step"]["measured"] > 0
+    assert "Predicted and measured" in output
+    page = (folder / "report.html").read_text()
+    for heading in ("Predicted and measured", "Loss (nats per byte)", "Memory of this rank", "One step, simulated"):
+        assert f"<h2>{heading}" in page
+    assert "(measured)" in page

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import links
+from . import links, tune
 
-MEASUREMENTS = (links,)
+MEASUREMENTS = (links, tune)

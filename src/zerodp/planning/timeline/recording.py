@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ...core.access import runtime_of
 from ...core.comm import GATHER, REDUCE, Comm, Handle
-from ...core.control import Kind
 from ...core.mesh import Group
 from ...core.runtime import Runtime
 from ...core.unit import Flat
@@ -43,13 +42,13 @@ class _Clock(deque[tuple[str, str, str]]):
         super().append(event)
 
 
-def record(model: nn.Module, step: Callable[[], Any], steps: int = STEPS) -> list[Moment]:
-    """The moments of one step in the steady state, from several, after two with the wire (a collective).
+def record(model: nn.Module, step: Callable[[], Any], steps: int = STEPS, warmup: int = 2) -> list[Moment]:
+    """The moments of one step in the steady state, from several, after `warmup` ones with the wire (a collective).
 
     step: one whole step of the sharded `model`: its passes, the optimizer's step and `zero_grad`.
     """
     runtime = runtime_of(model)
-    for _ in range(2):
+    for _ in range(warmup):
         step()
     clock, before = _Clock(), runtime.trace
     recorded = []
@@ -100,22 +99,18 @@ def _without_wire(comm: Comm) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _more_events(runtime: Runtime, clock: _Clock) -> Iterator[None]:
-    """Beside the engine's own: "bucket" where a unit's first gradient comes, "update" where the ranks agree before a step."""
-    reducer, opens, settles = runtime.reducer, runtime.reducer._open, runtime.settle
+    """Beside the engine's own: "drain" where it waits for the reductions under way."""
+    reducer, drains = runtime.reducer, runtime.reducer.drain
 
-    def opened(flat: Flat) -> None:
-        clock.append(("bucket", flat.unit.name, runtime.phase))
-        opens(flat)
+    def drain() -> None:
+        clock.append(("drain", "", runtime.phase))
+        drains()
 
-    def settled(what: Kind) -> Tensor:
-        clock.append(("update", "", runtime.phase))
-        return settles(what)
-
-    reducer._open, runtime.settle = opened, settled  # type: ignore[method-assign]
+    reducer.drain = drain  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del reducer._open, runtime.settle
+        del reducer.drain
 
 
 def _settle(device: torch.device) -> None:
@@ -125,7 +120,7 @@ def _settle(device: torch.device) -> None:
 
 def wires_of(runtime: Runtime, machine: Machine) -> Wires:
     """What the units of a model send, from their layouts. Sums are in the recording; so are the ranks' small messages."""
-    gathers, reduces, drains = {}, {}, set()
+    gathers, reduces = {}, {}
     tensor = runtime.comm.mesh.tensor.size
     for unit in runtime.units:
         gathered = [
@@ -138,9 +133,7 @@ def wires_of(runtime: Runtime, machine: Machine) -> Wires:
         trained = [flat for flat in unit.flats if flat.trains and flat.group.size * flat.replicas.size > 1]
         if trained:
             reduces[unit.name] = together([_reduction(machine, runtime, flat, tensor) for flat in trained])
-        if runtime.comm.pairwise and any(flat.persistent is None for flat in trained):
-            drains.add(unit.name)
-    return Wires(gathers, reduces, drains=frozenset(drains))
+    return Wires(gathers, reduces)
 
 
 def _transfer(machine: Machine, op: str, flat: Flat, element: int, stride: int) -> Transfer:
