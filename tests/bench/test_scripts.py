@@ -37,7 +37,8 @@ def test_gpu_check_runs_on_the_cpu(tmp_path: Path) -> None:
     content = written(tmp_path)
     exact = [row for row in content["right"] if "fp32" in row["what"]]
     assert [row["difference"] for row in exact] == [0.0] * 4
-    assert all(row["ok"] for row in content["right"])
+    assert all(row["ok"] for row in (*content["right"], *content["fragments"]))
+    assert [row["allocations"] for row in content["fragments"]] == [0, 0]
     speeds = {row["what"]: row["tokens_s"] for row in content["speed"]}
     assert speeds.keys() == {"plain torch, autocast", "FSDP2", *(f"zerodp stage {s}" for s in range(4))}
     assert all(speed > 0 for speed in speeds.values())

@@ -137,14 +137,10 @@ class DiskTier:
 
     def _write(self, page: Page) -> None:
         assert page.slot is not None
-        page.writing = self.threads.submit(self._written, _memory(page.slot.tensor), page.offset)
+        page.writing = self.threads.submit(_written, self.host, self.file, _memory(page.slot.tensor), page.offset)
         self.writing.append(page)
         while len(self.writing) > IN_FLIGHT:
             self._finish(self.writing[0])
-
-    def _written(self, memory: memoryview, offset: int) -> None:
-        self.host.synchronize()
-        self.file.write(memory, offset)
 
     def _finish(self, page: Page) -> None:
         """Wait for the page's write, and let go of its host memory; if it failed, the values stay there."""
@@ -256,6 +252,12 @@ class File:
             f"offload: {nbytes:,} bytes more could not be {what} in {self.name!r}, which has {self.end:,} ({why}); the file system has "
             f"{free.f_bavail * free.f_frsize:,} bytes free. Make room, choose another folder by zerodp.Offload(path=...), or allow more host memory by host_bytes="
         )
+
+
+def _written(host: HostTier, file: File, memory: memoryview, offset: int) -> None:
+    """In a thread, which must not be the last to hold the tier: it would have to wait for itself."""
+    host.synchronize()
+    file.write(memory, offset)
 
 
 def _close(threads: ThreadPoolExecutor, file: File) -> None:
