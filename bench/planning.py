@@ -189,7 +189,12 @@ def measured() -> str:
 
 
 def document() -> str:
-    return "\n\n".join([HEAD.rstrip(), figure_1(), table_1(), machines(), bandwidths(), *([measured()] if measured() else [])]) + "\n"
+    return (
+        "\n\n".join(
+            [HEAD.rstrip(), figure_1(), table_1(), machines(), bandwidths(), *([measured()] if measured() else [])]
+        )
+        + "\n"
+    )
 
 
 def main() -> None:
