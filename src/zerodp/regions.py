@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-ALIGN = 512  # bytes; of CUDA's own allocations, and a multiple of a cache line
+ALIGN = 512  # bytes; of CUDA's own allocations, and a multiple of a cache line; some users of memory want more
 GROWTH = 16  # the part of a block that is added to it when holes have made it too small
 LARGE = 4  # what takes this part of all there is goes to the upper end, so that small things do not cut its place up
 
@@ -44,18 +44,19 @@ class Space:
 class Region:
     """Memory of one device for things that live about equally long."""
 
-    def __init__(self, empty: Callable[[int, torch.dtype], Tensor]) -> None:
-        self.empty = empty  # makes its blocks
+    def __init__(self, empty: Callable[[int, torch.dtype], Tensor], align: int = ALIGN) -> None:
+        self.empty, self.align = empty, align  # makes its blocks; bytes, of starts and sizes in them
         self.firsts: list[Space] = []  # of each block
         self.idle: dict[tuple[int, bool], list[Space]] = {}  # by size and end
         self.whole = False  # one block serves all, or did until it was too small
+        self.begins: tuple[int, bool] | None = None  # the request for which it is cut as it is
         self.lent = self.peak = self.reserved = self.allocations = 0
 
     def take(self, nbytes: int, top: bool) -> Space:
         """At least so many bytes; their contents are arbitrary."""
-        size = max(-(-nbytes // ALIGN), 1) * ALIGN
+        size = max(-(-nbytes // self.align), 1) * self.align
         top = top or size * LARGE >= self.reserved
-        if not self.lent and self.firsts:
+        if not self.lent and self.begins != (size, top):
             self._begin(size, top)
         self.lent += size
         self.peak = max(self.peak, self.lent)
@@ -81,19 +82,20 @@ class Region:
 
     def _begin(self, size: int, top: bool) -> None:
         """Nothing is in use. What was cut stays so if the same comes again, else it would be in the way of other sizes."""
-        if len(self.firsts) > 1 or not self.whole or size > self.reserved:
-            return self._unite(size)
-        run = next(self._runs())
-        if run[-1 if top else 0].size != size:
+        if self.firsts and (len(self.firsts) > 1 or not self.whole or size > self.reserved):
+            self._unite(size)
+        elif self.firsts:
+            run = next(self._runs())
             self._dissolve(run)
             self.firsts = [Space(run[0].block, 0, self.reserved, False)]
             self._rest(self.firsts[0])
+        self.begins = size, top
 
     def _unite(self, size: int) -> None:
         """Nothing is in use: one block in place of all. If it is not because more was in use, holes were the trouble."""
         needed, before = max(self.peak, size), self.firsts[0].block.numel()
         if self.whole and needed <= before:
-            needed = before + max(before // GROWTH // ALIGN, 1) * ALIGN
+            needed = before + max(before // GROWTH // self.align, 1) * self.align
         self._drop(self.reserved)
         self._allocate(needed)
         self.whole = True
@@ -114,6 +116,7 @@ class Region:
         block = self.empty(size, torch.uint8)
         self.reserved += size
         self.allocations += 1
+        self.begins = None
         self.firsts.append(Space(block, 0, size, False))
         self._rest(self.firsts[-1])
         return self.firsts[-1]

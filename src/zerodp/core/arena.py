@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..regions import Region, Space
+from ..regions import ALIGN, Region, Space
 
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 KINDS = (*STATES, "unsharded", "buckets", "activations")
@@ -40,10 +40,10 @@ class Parts(dict[int, Tensor]):
 class Slot:
     """A borrowed buffer: `tensor` is [numel] of the asked dtype, `cut` remembers views of it."""
 
-    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "space", "tensor")
+    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "region", "space", "tensor")
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, region: Region, space: Space) -> None:
+        self.region, self.space = region, space
         self.buffer = self.tensor = space.memory()
         self.address = self.buffer.untyped_storage()._cdata  # identifies the storage to saved-tensor hooks
         self.cuts: dict[Any, Any] = {}
@@ -81,9 +81,9 @@ class Slot:
 class Arena:
     """Slots and the ledger of one sharded model on one device."""
 
-    def __init__(self, device: torch.device, pinned: bool = False) -> None:
-        self.device, self.pin = device, pinned
-        short, long = Region(self.empty), Region(self.empty)
+    def __init__(self, device: torch.device, pinned: bool = False, align: int = ALIGN) -> None:
+        self.device, self.pin, self.align = device, pinned, align  # align: bytes, of the addresses of slots
+        short, long = Region(self._block, align), Region(self._block, align)
         self.regions = {kind: long if kind in LONG else short for kind in KINDS}
         self.both = (short, long)
         self.limbo: list[Slot] = []
@@ -96,16 +96,26 @@ class Arena:
         with torch.inference_mode(False):  # or training could not use it later
             return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pin)
 
+    def _block(self, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """Fresh memory for slots. What torch gives begins where its own kernels want it, which may be less than was asked for."""
+        if self.align <= ALIGN:
+            return self.empty(nbytes, dtype)
+        room = self.empty(nbytes + (0 if self.pin else self.align), dtype)  # pinned memory begins on a page
+        start = -room.data_ptr() % self.align
+        return room[start : start + nbytes]
+
     # ---- slots: what comes and goes
 
-    def take(self, numel: int, dtype: torch.dtype, kind: str, label: str = "") -> Slot:
-        """Borrow a buffer of `numel` elements; its contents are arbitrary."""
+    def take(self, numel: int, dtype: torch.dtype, kind: str, label: str = "", near: str | None = None) -> Slot:
+        """Borrow a buffer of `numel` elements; its contents are arbitrary. It lies where the kind `near`, or its own, does."""
         if self.limbo:
             self.settle()
         needed = numel * dtype.itemsize
-        space = self.regions[kind].take(needed, kind in TOP)
+        where = near or kind
+        region = self.regions[where]
+        space = region.take(needed, where in TOP)
         if space.slot is None:
-            space.slot = Slot(space)
+            space.slot = Slot(region, space)
         self.add(kind, needed)
         return space.slot.lend(numel, dtype, kind, label)  # type: ignore[no-any-return]
 
@@ -118,7 +128,7 @@ class Arena:
             self.limbo.append(slot)
         else:
             self.add(slot.kind, -slot.nbytes)
-            self.regions[slot.kind].give(slot.space)
+            slot.region.give(slot.space)
 
     def settle(self) -> None:
         """Look again at the slots in limbo."""
@@ -136,6 +146,11 @@ class Arena:
     def reserved(self) -> int:
         """Bytes that the slots' memory takes, in use or idle."""
         return sum(region.reserved for region in self.both)
+
+    @property
+    def lent(self) -> int:
+        """Bytes of slots in use."""
+        return sum(region.lent for region in self.both)
 
     @property
     def allocations(self) -> int:

@@ -92,7 +92,8 @@ def serve(task: str, given: str, result: str) -> None:
     def failed(error: Exception) -> None:
         path.with_name(f"rank{rank}.error").write_text(f"{type(error).__name__}: {error}")
 
-    found = call(task, *json.loads(given), failed=failed)
+    device_name, threads, settings = json.loads(given)
+    found = call(task, device_name, threads, settings, failed)
     if rank == "0":
         path.write_text(json.dumps(found))
 

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 
 import zerodp
 
-from ...config import PRECISIONS, Config, bytes_of
+from ...checks import bytes_of
+from ...config import PRECISIONS, Config
 from ...core.access import runtime_of
 from ...errors import ZeroError
 from ..parser import Parser, UsageError, function, look_up, one_of, size, whole
@@ -155,7 +156,7 @@ class Tuner:
         self.gathered_bytes = sum(unit.gathered_bytes for unit in runtime.units)
         self.largest_bytes = max(f.layout.padded_numel * f.param_dtype.itemsize for f in runtime.flats())
         if not options:
-            self.bucket_bytes = Config().bucket_bytes_on(runtime.comm.mesh.backend)
+            self.bucket_bytes = Config().bucket_bytes_on(runtime.comm.mesh.backend, runtime.comm.mesh.shard.size)
         times = []
         for _ in range(WARMUP + self.settings["steps"]):
             began = time.perf_counter()
