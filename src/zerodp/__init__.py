@@ -11,6 +11,7 @@ from .errors import CheckpointError, ConfigError, RankMismatchError, ShardedErro
 from .inspect import Stats, describe, stats
 from .planning.plan import Plan, plan
 from .residual.activations import activation_checkpoint, apply_activation_checkpointing
+from .residual.tiling import TiledLinear, tile_linears, untile_linears
 from .version import VERSION
 
 __version__ = VERSION
@@ -29,6 +30,7 @@ __all__ = [
     "ShardedOptimizer",
     "Stats",
     "StorageError",
+    "TiledLinear",
     "ZeroError",
     "activation_checkpoint",
     "apply_activation_checkpointing",
@@ -45,5 +47,7 @@ __all__ = [
     "save",
     "shard",
     "stats",
+    "tile_linears",
     "unshard",
+    "untile_linears",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-ALIGN = 512  # bytes; of CUDA's own allocations, and a multiple of a cache line
+ALIGN = 512  # bytes; of CUDA's own allocations, and a multiple of a cache line; some users of memory want more
 GROWTH = 16  # the part of a block that is added to it when holes have made it too small
 LARGE = 4  # what takes this part of all there is goes to the upper end, so that small things do not cut its place up
 
@@ -44,8 +44,8 @@ class Space:
 class Region:
     """Memory of one device for things that live about equally long."""
 
-    def __init__(self, empty: Callable[[int, torch.dtype], Tensor]) -> None:
-        self.empty = empty  # makes its blocks
+    def __init__(self, empty: Callable[[int, torch.dtype], Tensor], align: int = ALIGN) -> None:
+        self.empty, self.align = empty, align  # makes its blocks; bytes, of starts and sizes in them
         self.firsts: list[Space] = []  # of each block
         self.idle: dict[tuple[int, bool], list[Space]] = {}  # by size and end
         self.whole = False  # one block serves all, or did until it was too small
@@ -54,7 +54,7 @@ class Region:
 
     def take(self, nbytes: int, top: bool) -> Space:
         """At least so many bytes; their contents are arbitrary."""
-        size = max(-(-nbytes // ALIGN), 1) * ALIGN
+        size = max(-(-nbytes // self.align), 1) * self.align
         top = top or size * LARGE >= self.reserved
         if not self.lent and self.begins != (size, top):
             self._begin(size, top)
@@ -95,7 +95,7 @@ class Region:
         """Nothing is in use: one block in place of all. If it is not because more was in use, holes were the trouble."""
         needed, before = max(self.peak, size), self.firsts[0].block.numel()
         if self.whole and needed <= before:
-            needed = before + max(before // GROWTH // ALIGN, 1) * ALIGN
+            needed = before + max(before // GROWTH // self.align, 1) * self.align
         self._drop(self.reserved)
         self._allocate(needed)
         self.whole = True

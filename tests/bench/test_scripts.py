@@ -58,6 +58,46 @@ def test_checkpoints_are_compared_with_plain_files(tmp_path: Path) -> None:
     assert "| FSDP2 | " in page.read_text()
 
 
+def test_offload_is_measured_beside_its_limits(tmp_path: Path) -> None:
+    page = tmp_path / "offload.md"
+    page.write_text("<!-- begin: offload -->\n<!-- end: offload -->\n")
+    tiny = (
+        "--dim",
+        "256",
+        "--layers",
+        "4",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.05",
+        "--no-deepspeed",
+        "--folder",
+        str(tmp_path),
+    )
+    done = bench("offload.py", *tiny, "--page", str(page), "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = written(tmp_path)
+    assert found["host"]["seconds"].keys() == {"bare fused AdamW", "host fp32", "host bf16"}
+    assert found["disk"]["step_bytes"] == pytest.approx(28 * found["elements"], rel=0.02)
+    runs = found["memory"]
+    assert runs["offload"]["losses"] == runs["offload, limited"]["losses"] == runs["device"]["losses"]
+    assert runs["offload"]["disk"] > 2 * runs["allowed"]
+    assert "bare fused AdamW" in page.read_text()
+
+
+def test_delayed_updates_are_compared(tmp_path: Path) -> None:
+    page = tmp_path / "offload.md"
+    page.write_text("<!-- begin: delayed -->\n<!-- end: delayed -->\n")
+    done = bench(
+        "delayed.py", "--params", "20k", "--steps", "42", "--every", "41", "--page", str(page), "--out", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = written(tmp_path)["losses"]
+    assert losses["ordinary"]["41"] == losses["delayed"]["41"]  # until then every update has arrived
+    assert losses["ordinary"]["42"] != losses["delayed"]["42"]
+    assert "| 42 | " in page.read_text()
+
+
 def test_run_compares_methods_and_their_losses(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("<!-- begin: loopback -->\n<!-- end: loopback -->\n")

@@ -27,6 +27,7 @@ PUBLIC = {
     "ShardedOptimizer",
     "Stats",
     "StorageError",
+    "TiledLinear",
     "ZeroError",
     "activation_checkpoint",
     "apply_activation_checkpointing",
@@ -43,7 +44,9 @@ PUBLIC = {
     "plan",
     "shard",
     "stats",
+    "tile_linears",
     "unshard",
+    "untile_linears",
 }
 
 

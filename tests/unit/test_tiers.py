@@ -18,7 +18,8 @@ from zerodp.core.arena import Arena
 from zerodp.residual.replicated import fingerprint
 from zerodp.tiers import Tier
 from zerodp.tiers.device import DeviceTier
-from zerodp.tiers.disk import ALIGN, DiskTier, File
+from zerodp.tiers.disk import DiskTier
+from zerodp.tiers.file import ALIGN, File
 from zerodp.tiers.host import HostTier
 
 CPU = torch.device("cpu")
@@ -76,6 +77,36 @@ def test_new_values_in_the_same_place(place: str, tmp_path: Path) -> None:
         for i, ticket in enumerate(tickets):
             assert bool((back(tier, ticket, torch.empty(500)) == 10.0 * round_ + i).all())
         assert there(tier) <= max(before, 6 * ALIGN + 4 * 2000)
+    tier.close()
+
+
+@places
+def test_reserved_pieces_are_opened_changed_and_given_back(place: str, tmp_path: Path) -> None:
+    """As an optimizer does: room first, then window after window, the next one hinted at."""
+    tier = TIERS[place](tmp_path)
+    sizes = [0, 1, 300, 5000, 2_500_000]  # the last one takes several requests
+    tickets = [tier.reserve(numel, torch.float32, "activations") for numel in sizes]
+    for ticket in tickets:
+        opened = tier.open(ticket)
+        opened.wait().zero_()
+        opened.close(changed=True)
+    for round_ in range(3):
+        for ticket, after, numel in zip(tickets, [*tickets[1:], tickets[0]], sizes, strict=True):
+            tier.ahead(after)
+            opened = tier.open(ticket)
+            values = opened.wait()
+            assert (values.numel(), values.dtype) == (numel, torch.float32)
+            assert bool((values == round_).all())
+            values += 1
+            del values
+            opened.close(changed=True)
+    for ticket, numel in zip(tickets, sizes, strict=True):
+        opened = tier.open(ticket)
+        assert bool((opened.wait() == 3).all())
+        opened.close(changed=False)
+        assert bool((back(tier, ticket, torch.empty(numel)) == 3).all())
+        tier.free(ticket)
+    assert there(tier) == 0
     tier.close()
 
 
@@ -159,7 +190,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     tier = DiskTier(str(tmp_path), CPU)
     ticket = tier.put(torch.ones(1024), "activations")
     while ticket.slot is not None:
-        tier._settle()
+        tier.ledgers()
     os.ftruncate(tier.file.handle, 100)
     with pytest.raises(zerodp.StorageError, match=r"3,996 bytes more could not be read in .* \(it ends before\)"):
         back(tier, ticket, torch.empty(1024))

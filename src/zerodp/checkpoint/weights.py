@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from ..core.unit import Flat
 from ..core.wrap import Plan, clean
 from ..errors import CheckpointError, ConfigError
 from ..materialise import Initialised, ground, host_space, listed
+from ..residual.tiling import TiledLinear
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -47,8 +48,9 @@ class Weights:
         self.initialised = Initialised(model, plans, gives, {i for i in derived if held[i].is_meta})
         self.files = Files(path) if gives else None
         self.keys: dict[int, str] = {}  # tensor -> its name in the files
+        self.parts: dict[int, tuple[slice, ...]] = {}  # of tensors that are a part of what the files have
         if self.files is not None:
-            self._match(self.files, held, getattr(model, "base_model_prefix", ""))
+            self._match(self.files, held, getattr(model, "base_model_prefix", ""), dict(_tiles(model)))
 
     def values(self, flat: Flat) -> list[Tensor]:
         for parameter in flat.parameters:
@@ -65,17 +67,30 @@ class Weights:
         """Values in the tensors' own dtypes; on ranks that do not read, the tensors as they are."""
         if self.files is None:
             return [tensor.detach() for tensor in tensors]
-        keys = [self.keys[id(tensor)] for tensor in tensors]
-        found = self.files.read(keys)
-        return [found[key].to(tensor.dtype) for key, tensor in zip(keys, tensors, strict=True)]
+        whole = {id(t): self.keys[id(t)] for t in tensors if id(t) not in self.parts}
+        found = self.files.read(whole.values())
+        return [
+            (found[whole[id(t)]] if id(t) in whole else self.files.part(self.keys[id(t)], self.parts[id(t)])).to(
+                t.dtype
+            )
+            for t in tensors
+        ]
 
-    def _match(self, files: Files, held: dict[int, Tensor], prefix: str) -> None:
+    def _match(self, files: Files, held: dict[int, Tensor], prefix: str, tiles: dict[int, Dense]) -> None:
         """Find every tensor of the model in the files, or say all that does not fit."""
         known, missing, other = set(), [], []
         for number, tensor in held.items():
             names = [spelling for name in self.names[number] for spelling in _spellings(name, prefix)]
             known.update(names)
             present = [name for name in names if name in files.shapes]
+            if not present and number in tiles:
+                dense = tiles[number]
+                names = [spelling for name in dense.names for spelling in _spellings(name, prefix)]
+                known.update(names)
+                present = [name for name in names if name in files.shapes]
+                if present and files.shapes[present[0]] == dense.shape:
+                    self.keys[number], self.parts[number] = present[0], dense.part
+                    continue
             if number in self.derived:
                 continue
             if not present:
@@ -119,6 +134,11 @@ class Files:
                 found.update({name: tensors.get_tensor(name) for name in its})
         return found
 
+    def part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        with opened(self.file_of[name]) as tensors:
+            found: Tensor = tensors.get_slice(name)[part]
+            return found
+
     def _files(self) -> list[Path]:
         if not self.path.exists():
             raise CheckpointError(f"weights: there is no {self.path} on rank 0, which reads it for all")
@@ -135,6 +155,24 @@ class Files:
         if (self.path / SINGLE).exists():
             return [self.path / SINGLE]
         raise CheckpointError(f"weights: {self.path} has neither {SINGLE} nor {INDEX}; name a safetensors file")
+
+
+class Dense(NamedTuple):
+    """What a tile's parameter is a part of: the dense parameter's names and shape, and where in it."""
+
+    names: list[str]
+    shape: tuple[int, ...]
+    part: tuple[slice, ...]
+
+
+def _tiles(model: nn.Module) -> Iterator[tuple[int, Dense]]:
+    """The parameters of tiled layers, which files may hold whole."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, TiledLinear):
+            prefix = clean(f"{name}." if name else "")
+            for tile in layer._tiles:
+                for key, parameter in tile.named_parameters():
+                    yield id(parameter), Dense([prefix + key], layer.dense_shape(key), tile.part(key))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..regions import Region, Space
+from ..regions import ALIGN, Region, Space
 
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 KINDS = (*STATES, "unsharded", "buckets", "activations")
@@ -81,9 +81,9 @@ class Slot:
 class Arena:
     """Slots and the ledger of one sharded model on one device."""
 
-    def __init__(self, device: torch.device, pinned: bool = False) -> None:
-        self.device, self.pin = device, pinned
-        short, long = Region(self.empty), Region(self.empty)
+    def __init__(self, device: torch.device, pinned: bool = False, align: int = ALIGN) -> None:
+        self.device, self.pin, self.align = device, pinned, align  # align: bytes, of the addresses of slots
+        short, long = Region(self._block, align), Region(self._block, align)
         self.regions = {kind: long if kind in LONG else short for kind in KINDS}
         self.both = (short, long)
         self.limbo: list[Slot] = []
@@ -95,6 +95,14 @@ class Arena:
         """Fresh memory that no ledger knows of."""
         with torch.inference_mode(False):  # or training could not use it later
             return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pin)
+
+    def _block(self, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """Fresh memory for slots. What torch gives begins where its own kernels want it, which may be less than was asked for."""
+        if self.align <= ALIGN:
+            return self.empty(nbytes, dtype)
+        room = self.empty(nbytes + (0 if self.pin else self.align), dtype)  # pinned memory begins on a page
+        start = -room.data_ptr() % self.align
+        return room[start : start + nbytes]
 
     # ---- slots: what comes and goes
 
@@ -138,6 +146,11 @@ class Arena:
     def reserved(self) -> int:
         """Bytes that the slots' memory takes, in use or idle."""
         return sum(region.reserved for region in self.both)
+
+    @property
+    def lent(self) -> int:
+        """Bytes of slots in use."""
+        return sum(region.lent for region in self.both)
 
     @property
     def allocations(self) -> int:

@@ -23,6 +23,7 @@ class Lending:
     def lend(self) -> None:
         """The shards go to the user, who may write into them."""
         self.before_change()
+        self.runtime.look()
         self.ever_lent = True
         if self.lent is None:
             self.lent = self._versions()
@@ -34,9 +35,7 @@ class Lending:
             self.lent = None
             rows = self.runtime.control.require(Kind.LENT, overflow=edited)
             if bool(rows[:, Control.OVERFLOW].any()):
-                for flat in self.runtime.flats():
-                    flat.stale = True
-                self.runtime.refresh()
+                self.runtime.changed()
 
     def before_change(self) -> None:
         """Wait for those who still read."""
@@ -44,4 +43,4 @@ class Lending:
             self.readers.pop()()
 
     def _versions(self) -> list[int]:
-        return [piece._version for flat in self.runtime.flats() for piece in flat.shard]
+        return [home.version for flat in self.runtime.flats() for home in flat.homes]

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..config import Config
 from ..errors import ShardedError
+from ..offload.home import MASTER, walk
 from .arena import Arena
 from .comm import Comm
 from .control import Control, Kind
@@ -78,6 +79,7 @@ class Runtime:
         self.rearm: Callable[[], None]  # hangs lost gradient hooks again
         self.hooks: list[Any] = []  # handles that undo the module hooks
         self.optimizer: Any = None
+        self.places: Any  # `offload.places`: which tier each piece rests in
         self.control = Control(self, comm, config.check)
         comm.last_event = self.last_event
 
@@ -260,10 +262,15 @@ class Runtime:
             ShardedError: a forward or backward pass is under way.
         """
         self.end_failed()
+        self.look()
         if self.passes:
             raise ShardedError(f"{what} inside a forward or backward pass: parameters are gathered on use there")
 
     # ---- demand, launch, release
+
+    def look(self) -> None:
+        """Somebody looks at masters or states: an update that runs beside training ends first."""
+        self.places.delay.end()
 
     def fault(self, where: Where, use: str) -> None:
         """A hidden parameter is used: bring its unit here, or say why not."""
@@ -358,6 +365,14 @@ class Runtime:
     def stepped(self) -> None:
         self.refresh()
         self.event("step", None)
+
+    def changed(self) -> None:
+        """The masters have other values, on all ranks: forward computes with these from here on."""
+        for home in walk((h for flat in self.flats() for h in flat.homes if not h.source.is_master), (MASTER,)):
+            home.source.publish()
+        for flat in self.flats():
+            flat.stale = True
+        self.refresh()
 
     def refresh(self) -> None:
         """The shards have new values: what was gathered is old, and whole parameters are fetched at once, in order."""

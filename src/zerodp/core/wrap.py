@@ -127,7 +127,8 @@ def automatic(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks, large embeddings and heads apart, the rest together with the root.
 
     A block is a child of a list or sequence that has a sibling of its class, outermost first. A leaf outside the blocks with
-    at least half as many elements as the largest block (or 2^20 where there are no blocks) is apart.
+    at least half as many elements as the largest block (or 2^20 where there are no blocks) is apart. So is, wherever it stands, a
+    module that says `travels_alone`, such as a tile of `zerodp.TiledLinear`.
     """
     blocks: dict[str, nn.Module] = {}
 
@@ -135,6 +136,8 @@ def automatic(model: nn.Module) -> dict[str, nn.Module]:
         repeated = Counter(type(child) for child in module.children()) if isinstance(module, CONTAINERS) else Counter()
         for key, child in module.named_children():
             name = f"{prefix}.{key}" if prefix else key
+            if _alone(child):
+                continue
             if repeated[type(child)] > 1 and not isinstance(child, CONTAINERS) and _worth_it(child):
                 blocks[name] = child
             else:
@@ -151,7 +154,15 @@ def automatic(model: nn.Module) -> dict[str, nn.Module]:
         and not any(module.children())
         and sum(p.numel() for p in module._parameters.values() if p is not None) >= threshold
     }
-    return {name: module for name, module in model.named_modules() if name in blocks or name in large}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name in blocks or name in large or (name and _alone(module))
+    }
+
+
+def _alone(module: nn.Module) -> bool:
+    return getattr(module, "travels_alone", False) is True
 
 
 def _numel(module: nn.Module) -> int:

@@ -21,7 +21,7 @@ from ..core.comm import CommRow
 from ..core.control import spread
 from ..core.runtime import RUNTIMES, Runtime
 from ..errors import StorageError
-from ..tiers import Tier, Transfer
+from ..tiers import Ledger, Tier, Transfer
 from ..tiers.device import DeviceTier
 from ..tiers.disk import DiskTier
 from ..tiers.host import HostTier
@@ -174,11 +174,16 @@ class Store:
     def rows(self) -> Iterable[CommRow]:
         return (row for p in self.partitions.values() if p._comm is not None for row in p._comm.rows.values())
 
+    @property
+    def ledgers(self) -> list[Ledger]:
+        """Of all tiers in use."""
+        return [ledger for tier in self.tiers.values() for ledger in tier.ledgers()]
+
     def bytes_at(self, place: str) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes on the "host" or on "disk" by kind: (now, peak)."""
         self.settle()
         now, peak = {KIND: 0}, {KIND: 0}
-        for ledger in (ledger for tier in self.tiers.values() for ledger in tier.ledgers() if ledger.place == place):
+        for ledger in (ledger for ledger in self.ledgers if ledger.place == place):
             for kind, most in ledger.peak.items():
                 if most:
                     now[kind] = now.get(kind, 0) + ledger.now[kind]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..core.arena import Arena, Slot
-from . import ARRIVED, Ledger, Transfer
+from . import ARRIVED, Ledger, Resting, Transfer
 
 
 class DeviceTier:
@@ -17,9 +18,12 @@ class DeviceTier:
         self.arena = arena
 
     def put(self, tensor: Tensor, kind: str, label: str = "") -> Slot:
-        slot = self.arena.take(tensor.numel(), tensor.dtype, kind, label)
+        slot = self.reserve(tensor.numel(), tensor.dtype, kind, label)
         slot.tensor.copy_(tensor)
         return slot
+
+    def reserve(self, numel: int, dtype: torch.dtype, kind: str, label: str = "") -> Slot:
+        return self.arena.take(numel, dtype, kind, label)
 
     def write_back(self, ticket: Slot, tensor: Tensor) -> None:
         ticket.tensor.copy_(tensor)
@@ -27,6 +31,12 @@ class DeviceTier:
     def fetch(self, ticket: Slot, out: Tensor) -> Transfer:
         out.copy_(ticket.tensor)
         return ARRIVED
+
+    def open(self, ticket: Slot) -> Resting:
+        return Resting(ticket.tensor)
+
+    def ahead(self, ticket: Slot) -> None:
+        """It is here."""
 
     def free(self, ticket: Slot) -> None:
         self.arena.give(ticket)

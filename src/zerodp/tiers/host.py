@@ -1,7 +1,7 @@
 """Host memory as a tier: pinned, and copied to and from on a stream of its own, where there is an accelerator.
 
-All copies run on that one stream, in order, so a buffer's next copy comes after its last. Who else touches host buffers (the
-disk tier's threads, the allocator) gets them only when the copies that were under way have ended.
+All copies run on that one stream, in order, so a buffer's next copy comes after its last. Who else touches host buffers (an
+optimizer, the disk tier's threads, the allocator) gets them only when the copies that were under way have ended.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..core.arena import Arena, Slot
-from . import ARRIVED, Ledger, Transfer
+from ..regions import ALIGN
+from . import ARRIVED, Ledger, Resting, Transfer
 
 
 class Copy:
@@ -27,35 +28,43 @@ class Copy:
 
 
 class HostTier:
-    """Copies of tensors of `device` in host memory; tickets are slots of an arena of its own."""
+    """Copies of tensors of `device` in host memory; tickets are slots of an arena of its own.
+
+    align: bytes; of the addresses of the memory.
+    """
 
     latent = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, align: int = ALIGN) -> None:
         self.device = device
         self.stream = None if device.type == "cpu" else torch.Stream(device)
-        self.arena = Arena(torch.device("cpu"), pinned=self.stream is not None)
+        self.arena = Arena(torch.device("cpu"), pinned=self.stream is not None, align=align)
         # (event, what may go after it): slots that were given back, and tensors that are still being read
         self.leaving: deque[tuple[Any, Slot | None, Tensor | None]] = deque()
+        self.fetched_bytes = self.written_bytes = 0
 
     def put(self, tensor: Tensor, kind: str, label: str = "") -> Slot:
-        slot = self.space(tensor.numel(), tensor.dtype, kind, label)
+        slot = self.reserve(tensor.numel(), tensor.dtype, kind, label)
         self.write_back(slot, tensor)
         return slot
 
-    def space(self, numel: int, dtype: torch.dtype, kind: str, label: str = "") -> Slot:
-        """A buffer that no copy touches any more; its contents are arbitrary."""
+    def reserve(self, numel: int, dtype: torch.dtype, kind: str, label: str = "") -> Slot:
+        """A buffer that no copy touches any more."""
         self._settle()
         return self.arena.take(numel, dtype, kind, label)
 
     def write_back(self, ticket: Slot, tensor: Tensor) -> None:
-        self._copy(ticket.tensor, tensor)
-        if self.stream is not None:
-            self.leaving.append((self.stream.record_event(), None, tensor))
+        self.write(ticket.tensor, tensor)
 
     def fetch(self, ticket: Slot, out: Tensor) -> Transfer:
-        self._settle()
-        return self._copy(out, ticket.tensor)
+        return self.read(ticket.tensor, out)
+
+    def open(self, ticket: Slot) -> Resting:
+        """The resting memory itself."""
+        return Resting(ticket.tensor, self.mark())
+
+    def ahead(self, ticket: Slot) -> None:
+        """It can be copied at any time."""
 
     def free(self, ticket: Slot) -> None:
         if self.stream is None:
@@ -72,15 +81,30 @@ class HostTier:
 
     def ledgers(self) -> list[Ledger]:
         self._settle()
-        return [Ledger("host", self.arena.now, self.arena.peak)]
+        return [Ledger("host", self.arena.now, self.arena.peak, self.fetched_bytes, self.written_bytes)]
 
     def reset_peaks(self) -> None:
         self.arena.reset_peaks()
+        self.fetched_bytes = self.written_bytes = 0
 
-    def synchronize(self) -> None:
-        """Until the copies launched so far have ended; for threads that read host memory themselves."""
+    # ---- for tiers beyond this one, which have host memory only for a while
+
+    def write(self, memory: Tensor, tensor: Tensor) -> None:
+        """Start copying a tensor of the device into host memory; `tensor` may be dropped at once."""
+        self._copy(memory, tensor)
+        self.written_bytes += tensor.nbytes
         if self.stream is not None:
-            self.stream.synchronize()
+            self.leaving.append((self.stream.record_event(), None, tensor))
+
+    def read(self, memory: Tensor, out: Tensor) -> Transfer:
+        """Start copying host memory to the device."""
+        self._settle()
+        self.fetched_bytes += out.nbytes
+        return self._copy(out, memory)
+
+    def mark(self) -> Any:
+        """An event after all copies launched so far, whose `synchronize` waits for them; None where copies do not wait."""
+        return None if self.stream is None else self.stream.record_event()
 
     def _copy(self, to: Tensor, source: Tensor) -> Transfer:
         if self.stream is None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import links, tune
+from . import disk, links, tune
 
-MEASUREMENTS = (links, tune)
+MEASUREMENTS = (links, disk, tune)
