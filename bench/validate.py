@@ -1,7 +1,7 @@
 """Simulated against measured steps: `python bench/validate.py --ranks 2` (and 4), for stages 1 to 3 and several wires.
 
-The step is recorded without a wire (what the training thread does after each event), the wire is measured on its own or set by
-delays.py, and the simulator puts the two together. Beside it stands the step as it is, measured with the wire in it. Recordings and
+The step is recorded on a clock that stands still while the wire works (what the training thread does after each event), the wire is measured
+on its own or set by delays.py, and the simulator puts the two together. Beside it stands the step as it is, measured with the wire in it. Recordings and
 measurements alternate, since a machine gets slower and faster.
 """
 

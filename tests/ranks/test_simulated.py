@@ -11,7 +11,7 @@ from torch import nn
 
 import zerodp
 from tests.families import FAMILIES, checkpoint_by_torch
-from tests.measured import Kept, most_bytes
+from tests.measured import most_bytes
 from tests.ranks.oracle import adamw, squares
 from tests.ranks.pool import on_ranks
 from tests.ranks.toys import Block, Net
@@ -105,7 +105,7 @@ def test_real_models_peak_where_it_is_said(name: str, checkpoints: bool, stage: 
 
 @on_ranks(2)
 def test_training_goes_on_beside_a_simulation_on_one_rank() -> None:
-    model, optimizer = zerodp.shard(Net(), None, stage=3)
+    model, _ = zerodp.shard(Net(), None, stage=3)
     if dist.get_rank() == 1:
         simulated(Net(), 3, X, squares_of)
     squares(model, X).backward()

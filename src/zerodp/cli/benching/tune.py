@@ -20,7 +20,8 @@ import torch.nn.functional as F
 
 import zerodp
 
-from ...config import PRECISIONS, Config, bytes_of
+from ...checks import bytes_of
+from ...config import PRECISIONS, Config
 from ...core.access import runtime_of
 from ...errors import ZeroError
 from ..parser import Parser, UsageError, function, look_up, one_of, size, whole
@@ -155,7 +156,7 @@ class Tuner:
         self.gathered_bytes = sum(unit.gathered_bytes for unit in runtime.units)
         self.largest_bytes = max(f.layout.padded_numel * f.param_dtype.itemsize for f in runtime.flats())
         if not options:
-            self.bucket_bytes = Config().bucket_bytes_on(runtime.comm.mesh.backend)
+            self.bucket_bytes = Config().bucket_bytes_on(runtime.comm.mesh.backend, runtime.comm.mesh.shard.size)
         times = []
         for _ in range(WARMUP + self.settings["steps"]):
             began = time.perf_counter()
@@ -172,7 +173,7 @@ class Tuner:
 
     def build(self, options: dict[str, int]) -> Made:
         settings = self.settings
-        choices: dict[str, Any] = {"stage": settings["stage"], "device": self.device, **options}
+        choices: dict[str, Any] = {"stage": settings["stage"], **options}
         if settings["precision"] is not None:
             choices["precision"] = settings["precision"]
         if settings["model"] is None:
@@ -180,7 +181,7 @@ class Tuner:
             model, optimizer = build(run_settings, self.device, **{"precision": None, **choices})
             return model, optimizer, self.gpt_step
         model, optimizer, step = look_up(settings["model"])(self.device)
-        return *zerodp.shard(model, optimizer, **choices), step
+        return *zerodp.shard(model, optimizer, device=self.device, **choices), step
 
     def gpt_step(self, model: Any, optimizer: Any) -> None:
         shape = (self.settings["batch"], self.settings["context"] + 1)

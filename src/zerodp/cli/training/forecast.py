@@ -73,7 +73,7 @@ def forecast(settings: Settings, corpus: Corpus, device: torch.device, rank: int
 
 
 def _twins_step(settings: Settings, corpus: Corpus, device: torch.device, rank: int, machine: Machine) -> Timeline:
-    """The recording spoils its model's values, so it is not the run's own; it is gone when this ends."""
+    """A recorded step trains its model, so it is not the run's own; it is gone when this ends."""
     twin = Trainer(settings, corpus, device, rank)
     moments = record(twin.model, lambda: twin.train_step(0), STEPS)
     return replay(twin.model, moments, machine)

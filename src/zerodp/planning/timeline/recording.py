@@ -1,7 +1,7 @@
-"""A real model's step, taken apart: every event of its trace with what the training thread did after it, while the wire does nothing.
+"""A real model's step, taken apart: every event of its trace with what the training thread did after it, while the wire takes no time.
 
-What is left out, the simulator puts back: how long transfers take, and where the engine waits for them. The values of a model
-are worthless after a recording; take a twin of the one that is to be trained.
+Each transfer is awaited where it is launched, and the clock stands still meanwhile. What is left out, the simulator puts back: how
+long transfers take, and where the engine waits for them. A recorded step is a step: it trains its model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...core.access import runtime_of
-from ...core.comm import GATHER, REDUCE, Comm, Handle
-from ...core.mesh import Group
+from ...core.comm import Handle
 from ...core.runtime import Runtime
 from ...core.unit import Flat
 from .machine import Machine, Transfer, together
@@ -31,35 +30,57 @@ STEPS = 5
 
 
 class _Clock(deque[tuple[str, str, str]]):
-    """A trace that knows when its events came."""
+    """A trace that knows when its events came, by a clock that can stand still."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.device = device
         self.times: list[float] = []
+        self.stood = 0.0
+
+    def now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - self.stood
 
     def append(self, event: tuple[str, str, str]) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(self.now())
         super().append(event)
+
+    def step(self) -> tuple[list[tuple[str, str, str]], list[float]]:
+        """(the events since the last call, when they came and when this call did)."""
+        found = list(self), [*self.times, self.now()]
+        self.clear()
+        self.times.clear()
+        return found
+
+    def stands(self, launch: Callable[..., Handle]) -> Callable[..., Handle]:
+        """`launch` and the wait for it, in no time."""
+
+        def launched(*given: Any, **named: Any) -> Handle:
+            began = self.now()
+            handle = launch(*given, **named)
+            handle.wait()
+            self.stood += self.now() - began
+            return handle
+
+        return launched
 
 
 def record(model: nn.Module, step: Callable[[], Any], steps: int = STEPS, warmup: int = 2) -> list[Moment]:
-    """The moments of one step in the steady state, from several, after `warmup` ones with the wire (a collective).
+    """The moments of one step in the steady state, from several, after `warmup` others (a collective).
 
     step: one whole step of the sharded `model`: its passes, the optimizer's step and `zero_grad`.
     """
     runtime = runtime_of(model)
     for _ in range(warmup):
         step()
-    clock, before = _Clock(), runtime.trace
-    recorded = []
-    with _without_wire(runtime.comm), _more_events(runtime, clock):
-        for _ in range(steps + 1):
-            runtime.trace = clock
+    clock, before = _Clock(runtime.arena.device), runtime.trace
+    with _observed(runtime, clock):
+        recorded = []
+        for _ in range(steps + 1):  # the first one begins with what the step before left under way
             step()
-            _settle(runtime.arena.device)
-            recorded.append((list(clock), [*clock.times, time.perf_counter()]))
-            clock.clear()
-            clock.times.clear()
+            recorded.append(clock.step())
     runtime.trace = before
     return medians(recorded[1:])
 
@@ -74,48 +95,21 @@ def medians(recorded: Sequence[tuple[list[tuple[str, str, str]], list[float]]]) 
 
 
 @contextlib.contextmanager
-def _without_wire(comm: Comm) -> Iterator[None]:
-    """Collectives that send nothing: what was in their buffers stays there."""
-
-    def all_gather(out: Tensor, group: Group, unit: str, *_: Any, **__: Any) -> Handle:
-        return Handle(comm, (), group, GATHER, unit)
-
-    def reduce_scatter(
-        bucket: Tensor, receive: list[Tensor], group: Group, unit: str, parts: Any = None, op: str = ""
-    ) -> Handle:
-        own = (bucket.view(group.size, -1).unbind() if parts is None else parts)[group.rank]
-        if group.size == 1 or not comm.exact:
-            found = [own] if group.size == 1 else receive
-        else:
-            found = [own if rank == group.rank else receive[0] for rank in range(group.size)]
-        return Handle(comm, (), group, REDUCE, unit, found)
-
-    comm.all_gather, comm.reduce_scatter = all_gather, reduce_scatter  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del comm.all_gather, comm.reduce_scatter
-
-
-@contextlib.contextmanager
-def _more_events(runtime: Runtime, clock: _Clock) -> Iterator[None]:
-    """Beside the engine's own: "drain" where it waits for the reductions under way."""
-    reducer, drains = runtime.reducer, runtime.reducer.drain
+def _observed(runtime: Runtime, clock: _Clock) -> Iterator[None]:
+    """The trace on the clock, with "drain" where the engine waits for the reductions under way; transfers in no time."""
+    comm, reducer, drains = runtime.comm, runtime.reducer, runtime.reducer.drain
 
     def drain() -> None:
         clock.append(("drain", "", runtime.phase))
         drains()
 
+    runtime.trace = clock
+    comm.all_gather, comm.reduce_scatter = clock.stands(comm.all_gather), clock.stands(comm.reduce_scatter)  # type: ignore[method-assign]
     reducer.drain = drain  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del reducer.drain
-
-
-def _settle(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+        del comm.all_gather, comm.reduce_scatter, reducer.drain
 
 
 def wires_of(runtime: Runtime, machine: Machine) -> Wires:

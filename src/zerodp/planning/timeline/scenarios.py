@@ -18,6 +18,7 @@ from .simulate import Timeline
 V100 = MACHINES["dgx-2"]
 B8 = Shape(40, 4096, 32, 50257, 1024)  # ZeRO-Infinity's 8B
 B60 = Shape(75, 8192, 32, 50257, 1024)  # ZeRO's 60B
+B100 = Shape(125, 8192, 64, 50257, 1024)  # and its 100B
 
 
 def step(shape: Shape, stage: int, machine: Any = V100, **options: Any) -> Timeline:
@@ -48,6 +49,12 @@ def growing_batch(devices: Sequence[int] = (64, 128, 256, 400), grows: bool = Tr
             setup = Setup.of({"world_size": count, "device_memory": "32GB", "precision": "fp16", **options})
             batch = most_that_fit(of_shape(B60, setup.dtypes), setup, 2)["batch"]
         yield count, batch, flops_per_device(B60, 2, world_size=count, batch=batch, **options)
+
+
+def hundred_billion() -> float:
+    """FLOPs per second and device of 100B on 400 devices at stage 2, with 32 samples per tensor parallel group of 16."""
+    options: dict[str, Any] = {"tensor_parallel": 16, "checkpointing": "full", "partition_activations": True}
+    return flops_per_device(B100, 2, world_size=400, batch=32, **options)
 
 
 def slowing_links(
