@@ -70,17 +70,31 @@ def vit() -> nn.Module:
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
-        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=200, n_positions=64, n_embd=128, n_layer=3, n_head=4, use_cache=False)), TEXT
+        lambda: hf.GPT2LMHeadModel(
+            hf.GPT2Config(vocab_size=200, n_positions=64, n_embd=128, n_layer=3, n_head=4, use_cache=False)
+        ),
+        TEXT,
     ),
     "llama": Family(
         lambda: hf.LlamaForCausalLM(
-            hf.LlamaConfig(**SIZES, intermediate_size=256, num_key_value_heads=2, max_position_embeddings=64, use_cache=False)
+            hf.LlamaConfig(
+                **SIZES, intermediate_size=256, num_key_value_heads=2, max_position_embeddings=64, use_cache=False
+            )
         ),
         TEXT,
     ),
     "t5": Family(
         lambda: hf.T5ForConditionalGeneration(
-            hf.T5Config(vocab_size=200, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4, use_cache=False, decoder_start_token_id=0)
+            hf.T5Config(
+                vocab_size=200,
+                d_model=128,
+                d_kv=32,
+                d_ff=256,
+                num_layers=2,
+                num_heads=4,
+                use_cache=False,
+                decoder_start_token_id=0,
+            )
         ),
         TEXT,
     ),

@@ -60,7 +60,10 @@ def traced(model: nn.Module, family: Family, **options: Any) -> Trace:
 
 @pytest.mark.parametrize(
     ("name", "checkpoints"),
-    [*((name, "none") for name in FAMILIES), *zip(FAMILIES, ("torch", "zerodp", "torch", "zerodp", "torch"), strict=True)],
+    [
+        *((name, "none") for name in FAMILIES),
+        *zip(FAMILIES, ("torch", "zerodp", "torch", "zerodp", "torch"), strict=True),
+    ],
 )
 def test_bytes_are_those_of_a_real_step(name: str, checkpoints: str) -> None:
     family = FAMILIES[name]
@@ -141,7 +144,11 @@ class Chooses(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (Chooses(), {"inputs": torch.zeros(2, 4)}, "the step without values failed in forward, in or near unit '(root)'"),
+        (
+            Chooses(),
+            {"inputs": torch.zeros(2, 4)},
+            "the step without values failed in forward, in or near unit '(root)'",
+        ),
         (nn.Linear(4, 4), {"inputs": torch.zeros(2, 5)}, "Inputs must fit the model"),
         (nn.Linear(4, 4), {"inputs": torch.zeros(2, 4), "loss": lambda y: y}, "got a tensor of shape (2, 4)"),
         (nn.Linear(4, 4), {"inputs": torch.zeros(2, 4), "loss": lambda y: 3}, "got a int"),

@@ -119,7 +119,9 @@ def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str
     paged = [[f for f in flats if f.residency.shards_parameters] for flats in units.values()]
     gathered = sum(f.whole * f.spec.compute for flats in paged for f in flats)
     total = {"unsharded": 0.0, "buckets": 0.0}
-    opened = sum(f.whole * f.spec.compute for f in units.get(ROOT, ()) if f.residency.shards_gradients and f.spec.trains)
+    opened = sum(
+        f.whole * f.spec.compute for f in units.get(ROOT, ()) if f.residency.shards_gradients and f.spec.trains
+    )
     for name, flats in units.items():
         one = {"unsharded": 0.0, "buckets": 0.0}
         for place, f in enumerate(flats):

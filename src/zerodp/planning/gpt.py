@@ -32,7 +32,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(hidden), nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, 4 * hidden),
+            nn.Linear(4 * hidden, hidden),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(F.gelu(self.up(self.norm(x))))

@@ -170,7 +170,6 @@ def of_count(numel: float, precision: Precision, sequence: int | None = None, cu
     shape = Shape(layers, heads * GPT3_ASPECT, heads, sequence=sequence)
     guess = f"units and activations as of a GPT with the proportions of GPT-3: {layers} layers, width {shape.hidden}"
 
-
     def units(cut: str) -> list[tuple[str, float]]:
         parts = CUTS[cut].items()
         return [(f"blocks.{i}{name}", numel / layers * share / 12) for i in range(layers) for name, share in parts]

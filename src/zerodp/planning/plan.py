@@ -206,7 +206,9 @@ def plan(
     return Plan(model, setup, estimates, found, chosen, largest, seen)
 
 
-def _step(given: Any, setup: Setup, inputs: Any, loss: Any, units: Any, ignore: Any, simulate: bool, options: Any) -> Step | None:
+def _step(
+    given: Any, setup: Setup, inputs: Any, loss: Any, units: Any, ignore: Any, simulate: bool, options: Any
+) -> Step | None:
     """The step to run, where one was asked for."""
     precision = setup.precision
     if isinstance(given, Shape) and simulate and inputs is None:
@@ -219,7 +221,8 @@ def _step(given: Any, setup: Setup, inputs: Any, loss: Any, units: Any, ignore: 
     if not isinstance(given, nn.Module) or inputs is None:
         raise ConfigError(
             "inputs: a step is run for a torch.nn.Module with its inputs=, for a config file with inputs=True, or (with simulate=True) for a shape; "
-            f"got {type(given).__name__}" + ("" if isinstance(given, nn.Module) else f" and inputs={inputs!r}" if inputs is None else "")
+            f"got {type(given).__name__}"
+            + ("" if isinstance(given, nn.Module) else f" and inputs={inputs!r}" if inputs is None else "")
         )
     said = [name for name in ("batch", "sequence") if name in options]
     if said:
