@@ -20,6 +20,7 @@ from ..config import Config
 from ..errors import ShardedError
 from ..offload.home import MASTER, walk
 from .arena import Arena
+from .bits import storage_address
 from .comm import Comm
 from .control import Control, Kind
 from .lending import Lending
@@ -326,7 +327,7 @@ class Runtime:
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
         try:
-            flat = self.pages.get(torch._C._storage_address(local_of(tensor)))
+            flat = self.pages.get(storage_address(local_of(tensor)))
         except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
             return tensor
         return tensor if flat is None else Note(flat, tensor)
