@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .asleep import is_asleep, state_kind
 from .checkpoint import traffic
 from .checkpoint.traffic import Traffic
 from .core.access import runtime_of
@@ -15,9 +16,6 @@ from .core.comm import CommRow
 from .core.optimizer import ShardedOptimizer
 from .core.runtime import Event, Runtime
 from .residual.store import store_of
-
-FIRST = ("exp_avg", "momentum_buffer", "sum", "square_avg_first")
-SECOND = ("exp_avg_sq", "square_avg", "max_exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -105,16 +103,8 @@ def state_bytes(optimizer: ShardedOptimizer | None) -> dict[str, int]:
     found = {"first_moment": 0, "second_moment": 0, "other_state": 0}
     for segment, state in optimizer.state.items() if optimizer is not None else ():
         for key, value in state.items():
-            if isinstance(value, Tensor):
-                elementwise = value.numel() == segment.numel() and value.dim() == 1
-                kind = (
-                    "first_moment"
-                    if key in FIRST and elementwise
-                    else "second_moment"
-                    if key in SECOND and elementwise
-                    else "other_state"
-                )
-                found[kind] += value.nbytes
+            if isinstance(value, Tensor) and not is_asleep(value):
+                found[state_kind(key, value, segment)] += value.nbytes
     return found
 
 
@@ -161,6 +151,8 @@ def describe(model: nn.Module) -> str:
         for ledger in store_of(runtime).ledgers
         if ledger.note
     ]
+    if runtime.asleep is not None:
+        lines.append(f"  {runtime.asleep.message}")
     lines += [f"  pinned by a tensor outside: unit {name!r}, {nbytes:,} bytes" for name, nbytes in memory.pinned]
     return "\n".join(lines)
 
