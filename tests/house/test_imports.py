@@ -11,7 +11,10 @@ import pytest
 from tests.house.source import Module, modules
 
 # What `shard(stage="auto")` plans with; the rest of the planner runs the engine.
-PLANNING = ("automatic", "closed", "estimate", "huggingface", "models", "recommend", "setup")
+PLANNING = (
+    *("automatic", "closed", "estimate", "huggingface", "models", "recommend", "setup"),
+    *("timeline", "timeline.machine"),
+)
 # From the ground up. A module imports only from its own layer (without cycles) and from those below it.
 LAYERS = [
     ("errors", "version", "core", "core.layout", "core.stages", "core.bits"),

@@ -224,7 +224,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for segment in engine.segments.get((flat, index), ()):
                     chosen.setdefault(flat.homes[segment.segment.piece], []).append(segment)
         touched = {flat for flat in engine.runtime.flats() if with_gradient[flat] and flat.optimized}
-        return engine.runtime.places.step(self, chosen, touched)
+        stepped: set[Flat] = engine.runtime.places.step(self, chosen, touched)
+        return stepped
 
     # ---- torch.amp.GradScaler
 

@@ -141,6 +141,7 @@ def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str
                 setup.exact,
                 setup.accumulate > 1,
                 opened if name != ROOT and place == 0 else 0,
+                f.owned,
             )
             one["unsharded"] += found["unsharded"]
             one["buckets"] += found["buckets"] if f.spec.trains else 0
