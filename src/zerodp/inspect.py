@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .asleep import is_asleep, state_kind
+from .asleep import is_asleep
 from .checkpoint import traffic
 from .checkpoint.traffic import Traffic
 from .config import PLACES

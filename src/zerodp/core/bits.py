@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]  # tells storages apart
 
 
