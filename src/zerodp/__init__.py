@@ -1,6 +1,7 @@
 """ZeRO for PyTorch: every byte of training state is kept once, and fetched at the moment of use."""
 
 from .api import shard, unshard
+from .asleep import sleep, wake
 from .checkpoint import export, latest, load, save
 from .compare import Comparison, compare
 from .config import Config, Offload, Precision
@@ -46,8 +47,10 @@ __all__ = [
     "plan",
     "save",
     "shard",
+    "sleep",
     "stats",
     "tile_linears",
     "unshard",
     "untile_linears",
+    "wake",
 ]

@@ -13,11 +13,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 ALIGN = 512  # bytes; of CUDA's own allocations, and a multiple of a cache line; some users of memory want more
 GROWTH = 16  # the part of a block that is added to it when holes have made it too small
 LARGE = 4  # what takes this part of all there is goes to the upper end, so that small things do not cut its place up
+
+
+class Lasting:
+    """The storages of tensors that were made to stay, each under its kind, for as long as anybody has them."""
+
+    def __init__(self) -> None:
+        self.refs: list[tuple[StorageWeakRef, str]] = []
+        self.limit = 64  # entries before those that are gone are dropped
+
+    def add(self, tensor: Tensor, kind: str) -> None:
+        if len(self.refs) >= self.limit:
+            self.refs = [(ref, its) for ref, its in self.refs if not ref.expired()]
+            self.limit = 2 * len(self.refs) + 64
+        self.refs.append((StorageWeakRef(tensor.untyped_storage()), kind))
+
+    def __iter__(self) -> Iterator[tuple[torch.UntypedStorage, str]]:
+        for ref, kind in self.refs:
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is not None:
+                yield storage, kind
 
 
 class Space:

@@ -37,7 +37,7 @@ LAYERS = [
     ("core.access", "core.optimizer", "core.optimizer_state", "core.module"),
     ("materialise", "checkpoint", "checkpoint.*", "residual", "residual.*"),
     ("planning", *(f"planning.{part}" for part in PLANNING), "planning.closed.*"),
-    ("api",),
+    ("api", "asleep"),
     ("inspect", "compare"),
     ("planning.*",),
     ("", "integrations", "integrations.*"),

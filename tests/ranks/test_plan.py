@@ -74,6 +74,40 @@ def test_held_bytes_are_those_measured(make: Any, precision: Any, stage: int, wo
     same(found, model)
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("make", [Net, half_frozen])
+def test_offload_holds_and_moves_what_is_planned(make: Any, stage: int, world_size: int) -> None:
+    """On the device, on the host, and over the link between them."""
+    for precision, optimizer, params in (
+        (None, "host", "device"),
+        ("bf16", "host", "device"),
+        (None, "host", "host"),
+        ("bf16", "host", "host"),
+        (None, "device", "host"),
+        ("bf16", "device", "host"),
+    ):
+        if params != "device" and stage < 3:
+            continue
+        torch.manual_seed(0)
+        model = make()
+        options = {"precision": precision, "units": [Block], "offload_optimizer": optimizer, "offload_params": params}
+        found = predicted(model, stage, **options)
+        offload = zerodp.Offload(optimizer=optimizer, params=params)
+        model, stepper = zerodp.shard(
+            model, adamw(model), stage=stage, units=[Block], precision=precision, offload=offload
+        )
+        stats = zerodp.stats(model)
+        for step in range(2):
+            stats.reset()
+            stepper.zero_grad()
+            squares(model, rows(3)(step, 0, dist.get_rank())).backward()
+            stepper.step()
+        same(found, model)
+        assert found.tiers["host"] == sum(n for kind, n in stats.memory.host.items() if kind != "other_state")
+        if optimizer == "host" and params == "device":
+            assert found.host_link_bytes == sum(stats.link_bytes)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_accumulation_holds_what_is_planned(precision: str | None, stage: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..regions import ALIGN, Region, Space
+from ..regions import ALIGN, Lasting, Region, Space
 
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 KINDS = (*STATES, "unsharded", "buckets", "activations")
@@ -87,6 +87,7 @@ class Arena:
         self.regions = {kind: long if kind in LONG else short for kind in KINDS}
         self.both = (short, long)
         self.limbo: list[Slot] = []
+        self.lasting = Lasting()  # what `allocate` made
         self.now = dict.fromkeys(KINDS, 0)
         self.peak = dict.fromkeys(KINDS, 0)
         self.total = self.total_peak = 0
@@ -173,6 +174,7 @@ class Arena:
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
         tensor = self.empty(numel, dtype)
         self.add(kind, tensor.nbytes)
+        self.lasting.add(tensor, kind)
         return tensor
 
     def release(self, nbytes: int, kind: str) -> None:

@@ -22,6 +22,7 @@ class Lending:
 
     def lend(self) -> None:
         """The shards go to the user, who may write into them."""
+        self.runtime.require_awake()
         self.before_change()
         self.runtime.look()
         self.ever_lent = True

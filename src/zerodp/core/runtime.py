@@ -20,6 +20,7 @@ from ..config import Config
 from ..errors import ShardedError
 from ..offload.home import MASTER, walk
 from .arena import Arena
+from .bits import storage_address
 from .comm import Comm
 from .control import Control, Kind
 from .lending import Lending
@@ -80,6 +81,7 @@ class Runtime:
         self.hooks: list[Any] = []  # handles that undo the module hooks
         self.optimizer: Any = None
         self.places: Any  # `offload.places`: which tier each piece rests in
+        self.asleep: Any = None  # what `zerodp.sleep` has put away
         self.control = Control(self, comm, config.check)
         comm.last_event = self.last_event
 
@@ -109,6 +111,7 @@ class Runtime:
 
     def enter(self, module: nn.Module) -> bool:
         """A hooked module begins. True if this begins a pass, which is when inputs are cast."""
+        self.require_awake()
         self.end_failed()
         begins = not self.passes
         if begins:
@@ -165,6 +168,7 @@ class Runtime:
 
     def begin_backward(self, *_: Any) -> None:
         """Called by whatever autograd reaches first; may be called again."""
+        self.require_awake()
         self.end_failed()
         if self.passes and self.passes[-1].phase == "backward":
             return
@@ -259,12 +263,21 @@ class Runtime:
     def require_idle(self, what: str) -> None:
         """
         Raises:
-            ShardedError: a forward or backward pass is under way.
+            ShardedError: a forward or backward pass is under way, or the model is asleep.
         """
+        self.require_awake()
         self.end_failed()
         self.look()
         if self.passes:
             raise ShardedError(f"{what} inside a forward or backward pass: parameters are gathered on use there")
+
+    def require_awake(self) -> None:
+        """
+        Raises:
+            ShardedError: `zerodp.sleep` has put the model's values away.
+        """
+        if self.asleep is not None:
+            raise ShardedError(self.asleep.message)
 
     # ---- demand, launch, release
 
@@ -274,6 +287,7 @@ class Runtime:
 
     def fault(self, where: Where, use: str) -> None:
         """A hidden parameter is used: bring its unit here, or say why not."""
+        self.require_awake()
         unit = where.flat.unit
         if self.passes:
             self.demand(unit)
@@ -326,7 +340,7 @@ class Runtime:
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
         try:
-            flat = self.pages.get(torch._C._storage_address(local_of(tensor)))
+            flat = self.pages.get(storage_address(local_of(tensor)))
         except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
             return tensor
         return tensor if flat is None else Note(flat, tensor)

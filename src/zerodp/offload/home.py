@@ -75,7 +75,8 @@ class Home:
         if flat.full is not None and flat.param_dtype == flat.shard_dtype:
             master = flat.full.parts[self.piece][flat.group.rank]
         else:
-            kind = "parameters" if flat.shard_dtype == flat.param_dtype else "master"
+            serves = flat.shard_dtype == flat.param_dtype and self.source.is_master
+            kind = "parameters" if serves else "master"
             master = self.arena.allocate(self.numel, flat.shard_dtype, kind).copy_(values)
         self.source.take(values)
         return master

@@ -11,6 +11,7 @@ from ..config import Config, Offload
 from ..core.layout import build
 from ..core.stages import STAGES, Residency
 from ..core.wrap import ROOT
+from ..tiers.disk import BUFFER_BYTES
 from .closed import activations, states, traffic
 from .models import FlatSpec, Model, UnitSpec
 from .setup import Setup
@@ -41,6 +42,7 @@ class Estimate:
     flops: float | None
     seconds: dict[str, float]
     problems: tuple[str, ...]  # what does not fit, in words; empty also where no memory is known
+    disk_buffer_bytes: float = 0.0  # of host memory besides, for what is on its way to and from disk
 
     @property
     def zerodp_state_bytes(self) -> float:
@@ -111,6 +113,7 @@ def held_bytes(flats: list[Placed], setup: Setup) -> Counter[str]:
                 optimizer_away=setup.offload_optimizer != "device",
                 parameters_away=setup.offload_params != "device",
                 trains=flat.spec.trains,
+                together=setup.offload_params == setup.offload_optimizer,
             )
         )
     return total
@@ -218,9 +221,14 @@ def host_link_bytes(flats: list[Placed], setup: Setup, checkpoints: float) -> fl
     """Per device and step: gradients down and parameters up, pages for each gather, checkpoints there and back."""
     total = 2 * checkpoints * setup.accumulate
     for flat in flats:
+        params_away = flat.residency.shards_parameters and setup.offload_params != "device"
         if flat.spec.trains and setup.offload_optimizer != "device":
-            total += traffic.offload_bytes(flat.shard, flat.spec.compute)
-        if flat.residency.shards_parameters and setup.offload_params != "device":
+            if flat.residency.shards_gradients:  # each backward's sum leaves
+                total += setup.accumulate * flat.shard * flat.spec.gradient
+            else:
+                total += flat.owned * (flat.spec.compute if setup.accumulate == 1 else states.ACCUMULATED_BYTES)
+            total += 0 if params_away else flat.shard * flat.spec.compute
+        if params_away:
             total += 2 * setup.accumulate * flat.shard * flat.spec.compute
     return total
 
@@ -240,6 +248,7 @@ def estimate(model: Model, setup: Setup, stage: Stage, rank: int = 0) -> Estimat
     ):
         if tier in tiers:
             tiers[tier] += nbytes
+    buffers = min(tiers["disk"], BUFFER_BYTES)
     by_paper = {unit.name: residency_of(unit, stage) for unit in model.units}
     numels = {unit.name: unit.numel / setup.tensor_parallel for unit in model.units}
     elements, nbytes, operations = sent(flats, setup)
@@ -262,7 +271,8 @@ def estimate(model: Model, setup: Setup, stage: Stage, rank: int = 0) -> Estimat
         link,
         flops,
         {name: amount / rate for name, amount, rate in rates if amount is not None and rate},
-        tuple(problems(setup, sum(kinds.values()), tiers)),
+        tuple(problems(setup, sum(kinds.values()), {**tiers, "host": tiers["host"] + buffers})),
+        buffers,
     )
 
 

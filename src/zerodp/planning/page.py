@@ -58,6 +58,7 @@ def inputs(model: Model, setup: Setup) -> dict[str, Any]:
         "partitions": setup.tensor_parallel if setup.partition_activations else 1,
         "optimizer_away": int(setup.offload_optimizer != "device"),
         "parameters_away": int(setup.offload_params != "device"),
+        "together": int(setup.offload_params == setup.offload_optimizer),
         "activations_away": int(setup.offload_activations != "device"),
         "pages": 1 + setup.prefetch,
         "unsharded_bytes": setup.unsharded_bytes,

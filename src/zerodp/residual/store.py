@@ -91,7 +91,7 @@ class Store:
     def __init__(self, arena: Arena, runtime: Runtime | None = None) -> None:
         self.arena = arena
         self.runtime = weakref.ref(runtime) if runtime is not None else lambda: None  # it keeps this store alive
-        self.tiers: dict[Offload, Tier] = {}
+        self.tiers: dict[Any, Tier] = {}  # by `Offload`; and one of `zerodp.sleep`
         self.partitions: dict[tuple[int, ...], Partition] = {}
         self.shared: weakref.WeakValueDictionary[Any, Saved] = weakref.WeakValueDictionary()
         self.dropped: deque[tuple[Tier, Any, Slot | None, Transfer | None]] = deque()

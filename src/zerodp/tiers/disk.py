@@ -256,7 +256,10 @@ class DiskTier:
     def _settle(self) -> None:
         """See what has ended, and start what was hinted at."""
         for page in [page for page in self.busy if all(one.done() for one in page.work)]:
-            if not (page.reading and page.users):  # its user will ask, and hear of errors
+            if page in self.here:
+                with contextlib.suppress(StorageError):  # whoever needs it reads it again, and hears of it then
+                    self._finish(page)
+            elif not (page.reading and page.users):  # its user will ask, and hear of errors
                 self._finish(page)
         while self.hints and (self.hints[0].slot is not None or self._fits(self.hints[0].size)):
             page = self.hints.popleft()

@@ -16,7 +16,7 @@ INPUTS = (
     "shards_optimizer", "shards_gradients", "shards_parameters",
     "compute", "rest", "gradient", "moments", "policy_parameters", "policy_gradients", "policy_optimizer",
     "batch", "sequence", "accumulate", "accumulates", "keeps_scores", "checkpoints", "partitions",
-    "optimizer_away", "parameters_away", "activations_away", "pages", "unsharded_bytes", "exact", "buffers",
+    "optimizer_away", "parameters_away", "together", "activations_away", "pages", "unsharded_bytes", "exact", "buffers",
 )  # fmt: skip
 
 
@@ -31,7 +31,17 @@ def device(*values: Number) -> dict[str, Number]:
     part = numel / ranks
     alone = choose(ranks - 1, 0, 1)
     held = states.held(
-        residency, size, numel, part, part, alone, p["accumulates"], p["optimizer_away"], p["parameters_away"]
+        residency,
+        size,
+        numel,
+        part,
+        part,
+        alone,
+        p["accumulates"],
+        p["optimizer_away"],
+        p["parameters_away"],
+        True,
+        p["together"],
     )
     opened = choose(residency.shards_gradients, choose(p["largest"] - p["root"], root * size.compute, 0), 0)
     used = states.in_use(

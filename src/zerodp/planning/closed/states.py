@@ -106,20 +106,31 @@ def held(
     optimizer_away: Number = False,
     parameters_away: Number = False,
     trains: Number = True,
+    together: Number = True,
 ) -> dict[str, Number]:
     """Bytes of one flat that this library holds after a backward pass, by kind; the last two kinds are not on the device.
 
     whole: elements of the flat buffer; shard: of this rank's part; owned: of parameters in that part, for moments have no
     padding. alone: the shard group is one rank; accumulates: several reduced backward passes per step; optimizer_away:
     master, moments and sharded gradients rest on another tier, so a shard in the dtype of compute rests here;
-    parameters_away: that one rests on another tier too, where parameters are sharded at all.
+    parameters_away: that one rests on another tier too, where parameters are sharded at all; together: on the same one as the
+    optimizer's. What does not train has no master of its own: it rests with the parameters.
     """
     low = differs(size.compute, size.rest)
-    # As core.unit.Flat: with one rank to a shard and nothing to cast, the master is already the whole page.
-    is_page = choose(residency.shards_parameters, choose(alone, low, 1), 0)
+    optimizer_away = choose(trains, optimizer_away, 0)
+    parameters_away = choose(residency.shards_parameters, parameters_away, 0)
+    # As core.unit.Flat: with one rank to a shard, what gathers would copy from is the whole page, if it is here and needs no cast.
+    is_page = choose(
+        residency.shards_parameters,
+        choose(alone, choose(optimizer_away, parameters_away, choose(low, 1, parameters_away)), 1),
+        0,
+    )
     computed = choose(low, choose(optimizer_away, shard * size.compute, 0), shard * size.rest)
-    master = choose(low, shard * size.rest, choose(optimizer_away, shard * size.rest, 0))
-    optimizer = choose(trains, master + owned * size.rest * size.moments, choose(low, shard * size.rest, 0))
+    master = choose(low, shard * size.rest, choose(optimizer_away + parameters_away, shard * size.rest, 0))
+    kept = choose(low, choose(parameters_away, 0, shard * size.rest), 0)
+    optimizer = choose(trains, master + owned * size.rest * size.moments, kept)
+    copied = choose(trains, choose(low, 1, choose(optimizer_away, choose(together, 0, 1), 1)), 0)
+    moved = choose(copied, shard * size.compute, choose(trains, 0, shard * size.rest))
     sharded_gradients = choose(residency.shards_gradients, shard * size.gradient, 0)
     # Whole gradients stay in the dtype of compute; the sum over several backward passes needs fp32 beside them.
     whole_gradients = whole * size.compute + choose(accumulates, shard * ACCUMULATED_BYTES, 0)
@@ -129,7 +140,7 @@ def held(
         "gradients": choose(trains, gradients, 0),
         "optimizer": choose(optimizer_away, 0, optimizer),
         "optimizer_away": choose(optimizer_away, optimizer + choose(trains, sharded_gradients, 0), 0),
-        "parameters_away": choose(is_page, choose(parameters_away, shard * size.compute, 0), 0),
+        "parameters_away": choose(parameters_away, moved, 0),
     }
 
 
