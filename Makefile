@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 ARGS ?=
 LINK ?=
 CHECKPOINTS ?=
+OFFLOAD ?=
 
 # Two files of tests at a time: many wait for clocks and for processes to start, few for a core. The slow ones come first.
 PYTEST = $(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -34,6 +35,7 @@ check: $(VENV)/.with-dev  ## formatter, linter, type checker and tests
 bench: $(VENV)/.with-bench  ## measure beside DDP, FSDP2 and DeepSpeed; LINK=2gbit for a slow link, options by ARGS
 	$(RUN) bench/run.py $(if $(LINK),--link $(LINK)) $(ARGS)
 	$(if $(LINK),,$(RUN) bench/checkpoints.py $(CHECKPOINTS))
+	$(if $(LINK),,$(RUN) bench/offload.py $(OFFLOAD))
 
 checklist: $(VENV)/.with-test  ## run the proof of every claim and write docs/checklist.md; some rows by ARGS="S12 S13"
 	$(RUN) bench/checklist.py $(ARGS)

@@ -1,6 +1,7 @@
 """A wire of chosen latency and bandwidth inside the process: every collective ends no sooner than such a wire would have it end.
 
-It needs no rights, unlike link.py, and costs no processor time. One wire carries what both lanes send, one transfer after another.
+It needs no rights, unlike link.py. One wire carries what both lanes send, one transfer after another; the bytes are really sent
+beside it, so it should be slower than the real wire.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import predicted
+
 import zerodp
 from zerodp.core.stages import STAGES
 from zerodp.planning.closed import infinity, states
@@ -83,6 +85,11 @@ its own dtypes. For a module the tests hold states, traffic and workspace to the
 Not in the closed forms: the activations of a model that is no transformer, workspaces of kernels, and fragmentation, for which `--headroom` (a
 tenth of the device) is left free. Offload is counted by ZeRO-Offload's placement: master, moments and sharded gradients away, a 16-bit
 shard here.
+
+## How long
+
+`--links FILE`, from `zerodp bench links`, adds a simulated step: its time, and how much of it is waiting for the wire. `--tokens` adds the time of a whole
+training. See [how long a step takes](step-time.md).
 
 ## Which stage
 
@@ -163,8 +170,31 @@ def bandwidths() -> str:
     return "\n".join(lines)
 
 
+def measured() -> str:
+    """What runs of `zerodp train` predicted and measured, from the newest results of predicted.py."""
+    found = predicted.newest()
+    if found is None:
+        return ""
+    return "\n".join(
+        [
+            "## Predicted and measured",
+            "",
+            f"Each run of `zerodp train` ends with this comparison. Here on {found['cpu']}, {found['cores']} cores, {found['date'][:10]}: a GPT of "
+            f"{found['parameters']} parameters in fp32 on {found['ranks']} gloo ranks (`python bench/predicted.py`). Bytes are those of one rank; "
+            "the step is simulated from a recording and links measured at the start of the run, see [step time](step-time.md).",
+            "",
+            predicted.table(found),
+        ]
+    )
+
+
 def document() -> str:
-    return "\n\n".join([HEAD.rstrip(), figure_1(), table_1(), machines(), bandwidths()]) + "\n"
+    return (
+        "\n\n".join(
+            [HEAD.rstrip(), figure_1(), table_1(), machines(), bandwidths(), *([measured()] if measured() else [])]
+        )
+        + "\n"
+    )
 
 
 def main() -> None:

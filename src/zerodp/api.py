@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +17,8 @@ from .core import module, optimizer_state, wrap
 from .core.access import original_buffers, runtime_of, whole_values
 from .core.arena import Arena
 from .core.comm import Comm
-from .core.control import Kind, share_verdict
-from .core.elementwise import check_elementwise
+from .core.control import Kind, share_verdict, told
+from .core.elementwise import check_elementwise, num_moments
 from .core.local import local_of
 from .core.module import ShardedModule
 from .core.optimizer import Engine, ShardedOptimizer
@@ -26,6 +28,8 @@ from .core.runtime import Runtime
 from .core.unit import Flat, Unit
 from .errors import ConfigError, RankMismatchError, ZeroError
 from .materialise import Initialised, Source
+from .offload.places import Places
+from .offload.room import check_room
 from .planning import automatic
 from .residual.activations import Blocks, blocks_of
 
@@ -64,10 +68,7 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
         except ZeroError as error:
             problem = error
     comm = Comm(mesh, exact=mesh.backend != "nccl", check=settings.check)
-    said = comm.exchange_objects(
-        None if problem is None else [type(problem).__name__, str(problem)], "the other ranks' shard()"
-    )
-    share_verdict(said, problem)
+    share_verdict(comm.exchange_objects(told(problem), "the other ranks' shard()"), problem)
     _compare(comm.exchange_objects(facts, "the other ranks' shard()"))
     comm.mesh = meshes.connect(mesh)
     if settings.exact is not None:
@@ -87,6 +88,11 @@ def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
         raise ConfigError("shard: a part of this model is sharded already; shard the whole model once")
     wrap.check_model(model)
     plans = wrap.plan_units(model, config)
+    if config.offload.params != "device" and not any(plan.residency.shards_parameters for plan in plans):
+        raise ConfigError(
+            f"offload: params={config.offload.params!r} needs stage 3, for at least one unit: in the stages below every rank keeps whole parameters "
+            "on the device, which is what they save time with; use stage=3, or offload the optimizer alone"
+        )
     if not plans:
         raise ConfigError("shard: the model has no parameters")
     if optimizer is not None:
@@ -145,6 +151,9 @@ def _facts(config: Config, plans: list[wrap.Plan], optimizer: Any) -> list[str]:
             "check",
         )
     ]
+    facts.append(
+        f"offload={dataclasses.replace(config.offload, path=None)!r}"
+    )  # each machine may have a folder of its own
     for plan in plans:
         facts += [
             f"unit {plan.name!r}: {name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}{_placements(p)}"
@@ -186,9 +195,12 @@ def assemble(
     reducer = Reducer(
         arena, comm, config.reduction == "mean", config.precision.reduce_dtype if config.precision else None
     )
-    units = [_unit(index, plan, config, comm) for index, plan in enumerate(plans)]
+    flats = [_flats(plan, config, comm) for plan in plans]
+    places = _places(model, optimizer, config, [flat for of_unit in flats for flat in of_unit], comm, arena.device)
+    units = [Unit(plan.name, index, plan.module, flats[index]) for index, plan in enumerate(plans)]
     names = {module: name for name, module in model.named_modules()}
     runtime = Runtime(units, arena, comm, reducer, names, config)
+    runtime.places = places
     plain = _plain_optimizer(optimizer)
     for unit in units:
         unit.runtime = runtime
@@ -209,12 +221,39 @@ def assemble(
     return model, runtime.optimizer
 
 
-def _unit(index: int, plan: wrap.Plan, config: Config, comm: Comm) -> Unit:
+def _flats(plan: wrap.Plan, config: Config, comm: Comm) -> list[Flat]:
     """One flat per (dtypes, trainable)."""
     kinds = by_dtypes(plan.parameters, config.precision)
-    max_bytes = config.bucket_bytes_on(comm.mesh.backend)
-    flats = [Flat(named, dtypes, plan.residency, comm.mesh, max_bytes) for (dtypes, _), named in kinds.items()]
-    return Unit(plan.name, index, plan.module, flats)
+    ranks = comm.mesh.place(plan.residency.shards_optimizer)[0].size
+    max_bytes = config.bucket_bytes_on(comm.mesh.backend, ranks)
+    return [Flat(named, dtypes, plan.residency, comm.mesh, max_bytes) for (dtypes, _), named in kinds.items()]
+
+
+def _places(
+    model: nn.Module, optimizer: Any, config: Config, flats: list[Flat], comm: Comm, device: torch.device
+) -> Places:
+    """Decide where each piece rests, and see on all ranks that there is room for it."""
+    places, needs, said = Places(config.offload, device), dict[str, int](), list[Any]()
+
+    def on_all(action: Callable[[], None]) -> None:
+        problem: ZeroError | None = None
+        try:
+            action()
+        except ZeroError as error:
+            problem = error
+        if config.offload.moves_states:
+            share_verdict(comm.exchange_objects(told(problem), "the other ranks' shard()"), problem)
+
+    def settle() -> None:
+        moments = num_moments(optimizer) if optimizer is not None and config.offload.moves_states else 0
+        needs.update(places.settle(flats, moments))
+        said.extend(places.report(needs))
+
+    on_all(settle)
+    if config.offload.moves_states:
+        share_verdict([told(check_room(comm.exchange_objects(said, "the other ranks' shard()")))], None)
+        on_all(lambda: places.claim(needs))
+    return places
 
 
 def _device(config: Config, device_type: str, model: nn.Module) -> torch.device:
@@ -259,7 +298,7 @@ def _take_optimizer(optimizer: Any, plain: Any, runtime: Runtime, scaler: LossSc
     optimizer.__class__ = type(
         type(optimizer).__name__, (ShardedOptimizer, type(optimizer)), {"__module__": type(optimizer).__module__}
     )
-    engine = optimizer._zerodp = Engine(runtime, scaler)
+    engine = optimizer._zerodp = Engine(runtime, scaler, optimizer.state)
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         members = optimizer._members(parameters)
         group["params"] = [segment for member in members for segment in engine.segments_of(*member)]
@@ -294,6 +333,7 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
     sharded = runtime.optimizer
     if optimizer is not None and optimizer is not sharded:
         raise ConfigError("unshard: this optimizer was not sharded with this model")
+    runtime.require_idle("unshard()")
     runtime.lending.take_back()
     runtime.control.require(Kind.STATE)
     state = sharded.state_dict() if sharded is not None else None

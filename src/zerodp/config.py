@@ -8,80 +8,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .checks import bytes_of, number, unknown, whole
 from .core.stages import STAGES
 from .errors import ConfigError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-BYTE_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-
-# Names that people bring from other libraries, and what to write here.
-RENAMED = {
-    "zero_stage": "stage", "reshard_after_forward": "stage", "sharding_strategy": "stage", "zero_optimization": "stage",
-    "mp_policy": "precision", "mixed_precision": "precision", "auto_wrap_policy": "units", "ignored_modules": "ignore",
-    "ignored_params": "ignore", "process_group": "mesh", "device_mesh": "mesh", "device_id": "device",
-    "reduce_bucket_size": "bucket_bytes", "allgather_bucket_size": "bucket_bytes", "bucket_cap_mb": "bucket_bytes",
-    "stage3_max_live_parameters": "unsharded_bytes", "stage3_prefetch_bucket_size": "prefetch",
-    "stage3_param_persistence_threshold": "ignore_below", "forward_prefetch": "prefetch", "offload_policy": "offload",
-    "fp16": "precision", "bf16": "precision", "param_init_fn": "weights",
-    "activation_checkpointing": "checkpoint_activations", "partitioned_activations": "partition_activations",
-    "cpu_checkpointing": 'offload=zerodp.Offload(activations="host")',
-    "gradient_clipping": "optimizer.clip_grad_norm_(max_norm)", "gradient_cliping": "optimizer.clip_grad_norm_(max_norm)",
-    "gradient_accumulation_steps": "several backward passes before optimizer.step()",
-    "train_batch_size": "the loader's own batch size", "train_micro_batch_size_per_gpu": "the loader's own batch size",
-}  # fmt: skip
-
-
-def unknown(what: str, name: str, names: Iterable[str]) -> str:
-    names = list(names)
-    if name in RENAMED:
-        return f"unknown {what} {name!r}; in zerodp this is {RENAMED[name]!r}"
-    near = difflib.get_close_matches(name, names, 1, 0.5)
-    return f"unknown {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "") + f" Valid: {', '.join(names)}"
-
-
-def number(name: str, value: Any, above: float | None = None, below: float | None = None, also: str = "") -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or (above is not None and not value > above) or (below is not None and not value < below):
-        span = " ".join(
-            t
-            for t in (f"above {above}" if above is not None else "", f"below {below}" if below is not None else "")
-            if t
-        )
-        raise ConfigError(f"{name}: expected a number {span}{f' or {also}' if also else ''}, got {value!r}")
-
-
-def whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}: expected a whole number of at least {least}, got {value!r}")
-
-
-def bytes_of(name: str, value: Any) -> int:
-    """An int, or text such as ``"4GB"`` (10^9) or ``"4GiB"`` (2^30), in bytes."""
-    if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if found and found[2].upper() in BYTE_UNITS and len(found[1]) <= 30:
-            return int(float(found[1]) * BYTE_UNITS[found[2].upper()])
-        raise ConfigError(f'{name}: expected a number of bytes such as 1000000, "500MB" or "4GiB", got {value!r}')
-    whole(name, value, least=0)
-    return int(value)
 
 
 @dataclass(frozen=True)
@@ -144,6 +81,10 @@ class Precision:
 
 
 PLACES = ("device", "host", "disk")
+DELAYED_AFTER = 40  # steps, as in the ZeRO-Offload paper
+PIECE_BYTES = (
+    4 * 2**20
+)  # of one rank's part of a collective, where states move piece by piece through buffers of that size
 PRECISIONS = {
     "fp32": Precision(torch.float32),
     "bf16": Precision(torch.bfloat16),
@@ -153,27 +94,49 @@ PRECISIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What rests off the device, and where.
+    """What rests off the device, and where: each ``"device"``, ``"host"`` or ``"disk"``.
 
     Args:
+        optimizer: masters, optimizer states and, where they are sharded, reduced gradients; the optimizer steps in host memory then.
+        params: what gathers copy this rank's part of the parameters from, in the dtype of compute; in stage 3.
         activations: where the inputs of checkpointed blocks rest: ``"device"``, ``"host"`` or ``"disk"``.
         path: folder for the file of ``"disk"``; ``None`` = the system's folder for temporary files.
-        host_bytes: host memory to use before the disk (int or text such as ``"4GB"``); ``None`` = only what is on its way.
+        delayed_update: the optimizer on the host updates beside the next forward and backward pass, which still compute with the parameters
+            before it. ``True`` = after 40 ordinary steps; a number = after so many.
+        fraction: the share of the elements whose optimizer states leave the device, above 0 and at most 1.
+        host_bytes: host memory that may be filled, in bytes (int or text such as ``"4GB"``); the rest goes to disk. ``None`` = of model
+            states all that ``"host"`` asks for, of activations on disk only what is on its way.
 
     Raises:
         ConfigError: a place or number outside its range.
     """
 
+    optimizer: str = "device"
+    params: str = "device"
     activations: str = "device"
     path: str | None = None
+    delayed_update: bool | int = False
+    fraction: float = 1.0
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.activations not in PLACES:
-            near = difflib.get_close_matches(str(self.activations), PLACES, 1)
+        for name in ("optimizer", "params", "activations"):
+            place = getattr(self, name)
+            if place not in PLACES:
+                near = difflib.get_close_matches(str(place), PLACES, 1)
+                raise ConfigError(
+                    f"offload: {name}: expected one of {', '.join(map(repr, PLACES))}, got {place!r}"
+                    + (f"; did you mean {near[0]!r}?" if near else "")
+                )
+        number("Offload.fraction", self.fraction, above=0)
+        if self.fraction > 1:
+            raise ConfigError(f"Offload.fraction: a share is at most 1.0, got {self.fraction!r}")
+        if not isinstance(self.delayed_update, bool):
+            whole("Offload.delayed_update", self.delayed_update, least=1)
+        if self.delayed_update and (self.optimizer != "host" or self.host_bytes is not None):
             raise ConfigError(
-                f"offload: expected one of {', '.join(map(repr, PLACES))}, got {self.activations!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
+                'Offload.delayed_update: the update runs beside the next pass where the optimizer rests on the host, optimizer="host" without '
+                "host_bytes=; to and from disk the step's own transfers overlap already"
             )
         if self.path is not None:
             if not isinstance(self.path, (str, os.PathLike)):
@@ -181,6 +144,18 @@ class Offload:
             object.__setattr__(self, "path", os.fspath(self.path))
         if self.host_bytes is not None:
             object.__setattr__(self, "host_bytes", bytes_of("Offload.host_bytes", self.host_bytes))
+
+    @property
+    def moves_states(self) -> bool:
+        """Whether model states rest anywhere but on the device."""
+        return self.optimizer != "device" or self.params != "device"
+
+    @property
+    def warm_up_steps(self) -> int | None:
+        """Ordinary steps before updates are delayed; None = they never are."""
+        if self.delayed_update is False:
+            return None
+        return DELAYED_AFTER if self.delayed_update is True else self.delayed_update
 
 
 # ZeRO's configurations C1 to C5. The constant buffers (C_B) and the memory without fragments (M_D) of all five are always on.
@@ -207,6 +182,7 @@ class Config:
     ignore_below: int = 0
     precision: Precision | None = None
     device: torch.device | None = None
+    offload: Offload = Offload()
     reduction: str = "mean"
     exact: bool | None = None
     unsharded_bytes: int = 0
@@ -216,12 +192,12 @@ class Config:
     check: bool = True
     checkpoint_activations: Any = False
     partition_activations: Any = False
-    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen: normal forms are set once, here)
         put("stage", _stage(self.stage))
         put("precision", _precision(self.precision))
+        put("offload", _offload(self.offload))
         put("ignore", _patterns("ignore", self.ignore))
         put("unsharded_bytes", bytes_of("unsharded_bytes", self.unsharded_bytes))
         if self.bucket_bytes is not None:
@@ -247,9 +223,7 @@ class Config:
 
     def _check_activations(self) -> None:
         """What would do nothing is refused."""
-        if self.offload is not None and not isinstance(self.offload, Offload):
-            raise ConfigError(f"offload: expected a zerodp.Offload, got {self.offload!r}")
-        moves = self.offload is not None and self.offload.activations != "device"
+        moves = self.offload.activations != "device"
         splits = self.partition_activations is not False and self.partition_activations is not None
         idle = "partition_activations" if splits else "offload" if moves else None
         if idle and self.checkpoint_activations is False:
@@ -280,9 +254,12 @@ class Config:
         """
         return cls.preset(ZERO_100B, **options)
 
-    def bucket_bytes_on(self, backend: str) -> int:
-        """Most bytes in one collective."""
-        return self.bucket_bytes or (64 * 2**20 if backend == "gloo" else 512 * 2**20)
+    def bucket_bytes_on(self, backend: str, ranks: int) -> int:
+        """Most bytes in one collective over so many ranks."""
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
+        most = 64 * 2**20 if backend == "gloo" else 512 * 2**20
+        return min(most, ranks * PIECE_BYTES) if self.offload.moves_states else most
 
     @classmethod
     def of(cls, config: Config | None, options: Mapping[str, Any]) -> Config:
@@ -332,6 +309,14 @@ def _precision(value: Any) -> Precision | None:
         f"precision: expected one of {list(PRECISIONS)} or zerodp.Precision(...), got {value!r}"
         + (f"; did you mean {near[0]!r}?" if near else "")
     )
+
+
+def _offload(value: Any) -> Offload:
+    if value is None or isinstance(value, Offload):
+        return value or Offload()
+    if isinstance(value, str):
+        return Offload(optimizer=value)
+    raise ConfigError(f"offload: expected 'host' or zerodp.Offload(...), got {value!r}")
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:

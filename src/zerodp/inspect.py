@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from .asleep import is_asleep, state_kind
+from .asleep import is_asleep
 from .checkpoint import traffic
 from .checkpoint.traffic import Traffic
+from .config import PLACES
 from .core.access import runtime_of
 from .core.arena import KINDS
 from .core.comm import CommRow
 from .core.optimizer import ShardedOptimizer
 from .core.runtime import Event, Runtime
+from .core.unit import Flat
+from .offload.home import is_elementwise, moment_kind
+from .offload.source import Kept
 from .residual.store import store_of
 
 
@@ -74,16 +79,35 @@ class Stats:
 
     @property
     def memory(self) -> Memory:
-        arena, store = self._runtime.arena, store_of(self._runtime)
-        host, disk = store.bytes_at("host"), store.bytes_at("disk")
+        self._runtime.look()
+        arena = self._runtime.arena
+        states = state_bytes(self._runtime.optimizer)
+        host, disk = (self._away(place, states[place]) for place in ("host", "disk"))
         pinned = tuple(arena.pinned())  # looks at what was handed back, so that only what is really seen still counts
-        now = {**dict.fromkeys(KINDS, 0), **arena.now, **state_bytes(self._runtime.optimizer)}
+        now = {**dict.fromkeys(KINDS, 0), **arena.now, **states["device"]}
         state = sum(now[kind] for kind in ("first_moment", "second_moment", "other_state"))
         peak = {kind: max(now[kind], arena.peak.get(kind, 0)) for kind in now}
         total = sum(now.values())
         return Memory(
             now, peak, total, arena.total_peak + state, pinned, *host, *disk, arena.reserved, arena.allocations
         )
+
+    def _away(self, place: str, states: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+        """What rests on host or disk, now and at its peak: activations, model states in the tiers, and what the optimizer made there."""
+        now, peak = store_of(self._runtime).bytes_at(place)
+        for ledger in (ledger for ledger in self._runtime.places.ledgers() if ledger.place == place):
+            for kind in (kind for kind, most in ledger.peak.items() if most):
+                now[kind] = now.get(kind, 0) + ledger.now[kind]
+                peak[kind] = peak.get(kind, 0) + ledger.peak[kind]
+        for kind, nbytes in states.items() if place == "host" else ():
+            if nbytes:
+                now[kind], peak[kind] = now.get(kind, 0) + nbytes, peak.get(kind, 0) + nbytes
+        return now, peak
+
+    @property
+    def link_bytes(self) -> tuple[int, int]:
+        """Bytes of model states that left the device for host or disk, and that came back."""
+        return self._runtime.places.link.out, self._runtime.places.link.back
 
     @property
     def checkpoint(self) -> Traffic:
@@ -96,15 +120,18 @@ class Stats:
         self._runtime.trace.clear()
         self._runtime.arena.reset_peaks()
         store_of(self._runtime).reset()
+        self._runtime.places.reset()
 
 
-def state_bytes(optimizer: ShardedOptimizer | None) -> dict[str, int]:
-    """Bytes of this rank's optimizer state by kind."""
-    found = {"first_moment": 0, "second_moment": 0, "other_state": 0}
+def state_bytes(optimizer: ShardedOptimizer | None) -> dict[str, dict[str, int]]:
+    """Bytes of this rank's optimizer state by place and kind."""
+    found = {place: {"first_moment": 0, "second_moment": 0, "other_state": 0} for place in PLACES}
     for segment, state in optimizer.state.items() if optimizer is not None else ():
+        place = segment.flat.homes[segment.segment.piece].place  # type: ignore[attr-defined]
         for key, value in state.items():
             if isinstance(value, Tensor) and not is_asleep(value):
-                found[state_kind(key, value, segment)] += value.nbytes
+                kind = moment_kind(key) if is_elementwise(value, segment) else "other_state"
+                found[place][kind] += value.nbytes
     return found
 
 
@@ -137,7 +164,7 @@ def describe(model: nn.Module) -> str:
             )
             lines.append(
                 f"  {unit.name:{width}}  {len(flat.parameters):4} parameters {numel:>14,} elements  {_name(flat.param_dtype)} "
-                f"{where}{rest}, optimizer {split}, {grads}{tensor}"
+                f"{where}{rest}, optimizer {split}, {grads}{tensor}{_elsewhere(flat)}"
             )
     memory = Stats(runtime).memory
     lines += [f"  {kind:14} {memory.now[kind]:>16,} bytes now {memory.peak[kind]:>16,} peak" for kind in memory.now]
@@ -148,13 +175,31 @@ def describe(model: nn.Module) -> str:
         ]
     lines += [
         f"  {ledger.place} {ledger.note}: {ledger.fetched_bytes:,} bytes read, {ledger.written_bytes:,} written"
-        for ledger in store_of(runtime).ledgers
+        for ledger in (*store_of(runtime).ledgers, *runtime.places.ledgers())
         if ledger.note
     ]
-    if runtime.asleep is not None:
-        lines.append(f"  {runtime.asleep.message}")
+    if runtime.lending.asleep is not None:
+        lines.append(f"  {runtime.lending.asleep.message}")
     lines += [f"  pinned by a tensor outside: unit {name!r}, {nbytes:,} bytes" for name, nbytes in memory.pinned]
     return "\n".join(lines)
+
+
+def _elsewhere(flat: Flat) -> str:
+    """What of a flat rests off the device, and how much of it where there are several places."""
+    numels = {"optimizer states": Counter[str](), "parameters": Counter[str]()}
+    for home in flat.homes:
+        numels["optimizer states" if flat.trains else "parameters"][home.place] += home.numel
+        if isinstance(home.source, Kept):
+            numels["parameters"][home.source.place] += home.numel
+    text = ""
+    for what, found in numels.items():
+        share = "" if len(found) == 1 else "{:.0%} of "
+        text += "".join(
+            f", {share.format(numel / found.total())}{what} on {place}"
+            for place, numel in found.items()
+            if place != "device"
+        )
+    return text
 
 
 def _name(dtype: torch.dtype) -> str:

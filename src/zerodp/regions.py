@@ -70,13 +70,14 @@ class Region:
         self.firsts: list[Space] = []  # of each block
         self.idle: dict[tuple[int, bool], list[Space]] = {}  # by size and end
         self.whole = False  # one block serves all, or did until it was too small
+        self.begins: tuple[int, bool] | None = None  # the request for which it is cut as it is
         self.lent = self.peak = self.reserved = self.allocations = 0
 
     def take(self, nbytes: int, top: bool) -> Space:
         """At least so many bytes; their contents are arbitrary."""
         size = max(-(-nbytes // self.align), 1) * self.align
         top = top or size * LARGE >= self.reserved
-        if not self.lent and self.firsts:
+        if not self.lent and self.begins != (size, top):
             self._begin(size, top)
         self.lent += size
         self.peak = max(self.peak, self.lent)
@@ -102,13 +103,14 @@ class Region:
 
     def _begin(self, size: int, top: bool) -> None:
         """Nothing is in use. What was cut stays so if the same comes again, else it would be in the way of other sizes."""
-        if len(self.firsts) > 1 or not self.whole or size > self.reserved:
-            return self._unite(size)
-        run = next(self._runs())
-        if run[-1 if top else 0].size != size:
+        if self.firsts and (len(self.firsts) > 1 or not self.whole or size > self.reserved):
+            self._unite(size)
+        elif self.firsts:
+            run = next(self._runs())
             self._dissolve(run)
             self.firsts = [Space(run[0].block, 0, self.reserved, False)]
             self._rest(self.firsts[0])
+        self.begins = size, top
 
     def _unite(self, size: int) -> None:
         """Nothing is in use: one block in place of all. If it is not because more was in use, holes were the trouble."""
@@ -135,6 +137,7 @@ class Region:
         block = self.empty(size, torch.uint8)
         self.reserved += size
         self.allocations += 1
+        self.begins = None
         self.firsts.append(Space(block, 0, size, False))
         self._rest(self.firsts[-1])
         return self.firsts[-1]

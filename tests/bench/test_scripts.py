@@ -37,7 +37,8 @@ def test_gpu_check_runs_on_the_cpu(tmp_path: Path) -> None:
     content = written(tmp_path)
     exact = [row for row in content["right"] if "fp32" in row["what"]]
     assert [row["difference"] for row in exact] == [0.0] * 4
-    assert all(row["ok"] for row in content["right"])
+    assert all(row["ok"] for row in (*content["right"], *content["fragments"]))
+    assert [row["allocations"] for row in content["fragments"]] == [0, 0]
     speeds = {row["what"]: row["tokens_s"] for row in content["speed"]}
     assert speeds.keys() == {"plain torch, autocast", "FSDP2", *(f"zerodp stage {s}" for s in range(4))}
     assert all(speed > 0 for speed in speeds.values())
@@ -55,6 +56,46 @@ def test_checkpoints_are_compared_with_plain_files(tmp_path: Path) -> None:
         "fsdp2": {"save", "save, plain", "load", "load, plain"},
     }
     assert "| FSDP2 | " in page.read_text()
+
+
+def test_offload_is_measured_beside_its_limits(tmp_path: Path) -> None:
+    page = tmp_path / "offload.md"
+    page.write_text("<!-- begin: offload -->\n<!-- end: offload -->\n")
+    tiny = (
+        "--dim",
+        "256",
+        "--layers",
+        "4",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.05",
+        "--no-deepspeed",
+        "--folder",
+        str(tmp_path),
+    )
+    done = bench("offload.py", *tiny, "--page", str(page), "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = written(tmp_path)
+    assert found["host"]["seconds"].keys() == {"bare fused AdamW", "host fp32", "host bf16"}
+    assert found["disk"]["step_bytes"] == pytest.approx(28 * found["elements"], rel=0.02)
+    runs = found["memory"]
+    assert runs["offload"]["losses"] == runs["offload, limited"]["losses"] == runs["device"]["losses"]
+    assert runs["offload"]["disk"] > 2 * runs["allowed"]
+    assert "bare fused AdamW" in page.read_text()
+
+
+def test_delayed_updates_are_compared(tmp_path: Path) -> None:
+    page = tmp_path / "offload.md"
+    page.write_text("<!-- begin: delayed -->\n<!-- end: delayed -->\n")
+    done = bench(
+        "delayed.py", "--params", "20k", "--steps", "42", "--every", "41", "--page", str(page), "--out", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = written(tmp_path)["losses"]
+    assert losses["ordinary"]["41"] == losses["delayed"]["41"]  # until then every update has arrived
+    assert losses["ordinary"]["42"] != losses["delayed"]["42"]
+    assert "| 42 | " in page.read_text()
 
 
 def test_run_compares_methods_and_their_losses(tmp_path: Path) -> None:
@@ -116,3 +157,55 @@ def test_breakdown_fills_its_part_of_the_page(tmp_path: Path) -> None:
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ")}
     assert {"compute", "wait for the wire", "optimizer", "Python and autograd"} <= rows.keys()
     assert "1 reduce in backward" in text
+
+
+SMALL = ("--dim", "64", "--layers", "2", "--ctx", "32")
+
+
+def test_scaling_is_measured_and_simulated(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin: scaling -->\n<!-- end: scaling -->\n")
+    done = bench("scaling.py", *SMALL, "--ranks", "1,2", "--steps", "1", "--out", str(tmp_path), "--page", str(page))
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = written(tmp_path)
+    assert content["samples_per_second"].keys() == {"1", "2"}
+    assert all(rate > 0 for row in content["samples_per_second"].values() for rate in row.values())
+    assert [row[0] for row in content["simulated"]] == ["1", "16", "64", "256", "1,024"]
+    assert "Simulated" in page.read_text()
+
+
+def test_a_slow_wire_is_measured_in_forward_and_backward(tmp_path: Path) -> None:
+    done = bench("latency.py", *SMALL, "--rounds", "1", "--latency", "0.001", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = written(tmp_path)["found"]
+    assert {"stage 2", "stage 3", "stage 3, no prefetch"} <= found.keys()
+    # four gathers of 1 ms each, none of them hidden; the wire is made so that they cannot be faster
+    assert found["stage 3, no prefetch"]["forward"] > 0.003
+
+
+def test_simulated_steps_stand_beside_measured_ones(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin: validation 2 ranks -->\n<!-- end: validation 2 ranks -->\n")
+    tiny = (*SMALL, "--methods", "zerodp3", "--rounds", "1", "--seconds", "0.001")
+    done = bench("validate.py", *tiny, "--out", str(tmp_path), "--page", str(page))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = written(tmp_path)["found"]["zerodp3"]
+    assert len(rows) == 3
+    assert all(row["simulated"] >= row["exposed"] >= 0 and row["measured"] > 0 for row in rows.values())
+    assert "| 2 ranks, zerodp stage 3, loopback |" in page.read_text()
+
+
+def test_predicted_and_measured_by_stage(tmp_path: Path) -> None:
+    tiny = ("--params", "60k", "--steps", "3", "--context", "32", "--stages", "3", "--out", str(tmp_path))
+    done = bench("predicted.py", *tiny)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = {line["what"]: line for line in written(tmp_path)["stages"]["3"]["lines"]}
+    assert lines["optimizer"]["predicted"] == lines["optimizer"]["measured"]
+    assert "| stage | states | measured |" in done.stdout
+
+
+def test_what_the_papers_saw_is_what_the_page_shows() -> None:
+    """The block of docs/step-time.md is made by a command, and nothing in it is measured."""
+    done = bench("simulated.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout in (BENCH.parent / "docs" / "step-time.md").read_text()

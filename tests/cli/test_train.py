@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +22,10 @@ pytestmark = pytest.mark.timeout(400)  # several processes start, one after anot
 def test_a_run_leaves_log_pictures_table_and_sample(finished: tuple[Path, str]) -> None:
     folder, output = finished
     kept = {path.name for path in folder.iterdir()}
-    assert kept == {"run.json", "checkpoints", "log.jsonl", "stages.json", "report.txt", "loss.png", "memory.png"}
+    assert kept == {
+        *("run.json", "checkpoints", "log.jsonl", "stages.json", "report.txt", "loss.png", "memory.png"),
+        *("forecast.json", "report.html"),
+    }
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [record["step"] for record in log(folder)] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in log(folder) if record["validation_loss"]] == [2, 4, 6]
@@ -50,15 +54,22 @@ def test_measured_bytes_are_the_papers(finished: tuple[Path, str]) -> None:
         assert 0 <= row["measured_wire_elements"] - row["formula_wire_elements"] < 0.01 * numel
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
-    finished: tuple[Path, str], tmp_path: Path, cache: Path, text: Path
-) -> None:
-    """The same losses to the last bit; the second part under another stage, which may not matter either."""
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, cache: Path, text: Path) -> Path:
+    """The folder of a run that ended after its first step, for want of time."""
+    folder = tmp_path_factory.mktemp("runs") / "stopped"
     done = train({"--out": folder, "--data": text, "--minutes": "0.00001"}, cache)
     assert done.returncode == 0, done.stderr
     assert f"Go on with: zerodp train --resume {folder}" in done.stdout
     assert len(losses(folder)) == 1
+    return folder
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
+    finished: tuple[Path, str], stopped: Path, tmp_path: Path, cache: Path
+) -> None:
+    """The same losses to the last bit; the second part under another stage, which may not matter either."""
+    folder = shutil.copytree(stopped, tmp_path / "run")
     done = resume(folder, cache, "--minutes", "60", "--stage", "1")
     assert done.returncode == 0, done.stderr
     assert losses(folder) == losses(finished[0])
@@ -74,41 +85,38 @@ def test_accumulation_and_ranks_see_the_same_text(
     assert losses(tmp_path / "run") == pytest.approx(losses(finished[0]), abs=1e-4)
 
 
-def test_a_run_goes_on_with_more_ranks(finished: tuple[Path, str], tmp_path: Path, cache: Path, text: Path) -> None:
+def test_a_run_goes_on_with_more_ranks(finished: tuple[Path, str], stopped: Path, tmp_path: Path, cache: Path) -> None:
     """Four windows per step, on two ranks first and then unevenly on three."""
-    folder = tmp_path / "run"
-    done = train({"--out": folder, "--data": text, "--minutes": "0.00001"}, cache)
-    assert done.returncode == 0, done.stderr
+    folder = shutil.copytree(stopped, tmp_path / "run")
     done = resume(folder, cache, "--minutes", "60", "--ranks", "3")
     assert done.returncode == 0, done.stderr
     assert losses(folder) == pytest.approx(losses(finished[0]), abs=1e-4)
 
 
 def test_a_killed_rank_under_torchrun_comes_back(tmp_path: Path, cache: Path, text: Path) -> None:
-    """By itself, from the newest checkpoint, and the losses are those of a run that nothing happened to."""
-    given = {"--data": text, "--steps": 40, "--save-every": 4, "--validate-every": 40}
-    done = train({**given, "--out": tmp_path / "calm"}, cache)
-    assert done.returncode == 0, done.stderr
+    """By itself, from the newest checkpoint; the steps that are taken again have the losses that they had."""
+    given = {"--data": text, "--steps": 40, "--save-every": 5, "--validate-every": 40}
     folder = tmp_path / "run"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher += ["--max-restarts", "2", "-m", "zerodp.cli", "train", *options({**given, "--out": folder})]
     variables = environment(XDG_CACHE_HOME=cache, OMP_NUM_THREADS=1, GLOO_SOCKET_IFNAME="lo")
     process = subprocess.Popen(launcher, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: len(log(folder)) >= 6 or process.poll() is not None)
-        before = len(log(folder))
+        wait_until(lambda: len(log(folder)) >= 8 or process.poll() is not None)
+        before = losses(folder)
         os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
         _, errors = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == 0, errors
-    assert 6 <= before < 40
+    assert 8 <= len(before) < 40
     assert "exitcode: -9" in errors
-    assert losses(folder) == losses(tmp_path / "calm")
+    assert [record["step"] for record in log(folder)] == list(range(1, 41))
+    assert losses(folder)[: len(before)] == before
 
 
 def test_bf16_on_the_standard_library(tmp_path: Path, cache: Path) -> None:
-    done = train({"--out": tmp_path / "run", "--precision": "bf16", "--stage": 2}, cache)
+    done = train({"--out": tmp_path / "run", "--precision": "bf16", "--stage": 2, "--ranks": 1}, cache)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
     assert log(tmp_path / "run")[-1]["memory"]["master"] > 0
@@ -151,3 +159,19 @@ def test_two_nodes_under_torchrun(finished: tuple[Path, str], tmp_path: Path, ca
     assert "step 6/6" in shown[0][0]
     assert shown[1][0] == ""
     assert losses(folder) == losses(finished[0])
+
+
+def test_what_was_predicted_is_compared_with_what_came(finished: tuple[Path, str]) -> None:
+    """States and traffic to the byte; of the time only that there is one."""
+    folder, output = finished
+    lines = {line["what"]: line for line in json.loads((folder / "forecast.json").read_text())["lines"]}
+    for what in ("parameters", "gradients", "optimizer", "unsharded", "sent per step"):
+        assert lines[what]["predicted"] == lines[what]["measured"], what
+    assert lines["buckets"]["measured"] > 0
+    assert lines["seconds per step"]["predicted"] > 0
+    assert lines["seconds per step"]["measured"] > 0
+    assert "Predicted and measured" in output
+    page = (folder / "report.html").read_text()
+    for heading in ("Predicted and measured", "Loss (nats per byte)", "Memory of this rank", "One step, simulated"):
+        assert f"<h2>{heading}" in page
+    assert "(measured)" in page

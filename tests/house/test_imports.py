@@ -11,13 +11,27 @@ import pytest
 from tests.house.source import Module, modules
 
 # What `shard(stage="auto")` plans with; the rest of the planner runs the engine.
-PLANNING = ("automatic", "closed", "estimate", "huggingface", "models", "recommend", "setup")
+PLANNING = (
+    *("automatic", "closed", "estimate", "huggingface", "models", "recommend", "setup"),
+    *("timeline", "timeline.machine"),
+)
 # From the ground up. A module imports only from its own layer (without cycles) and from those below it.
 LAYERS = [
     ("errors", "version", "core", "core.layout", "core.stages", "core.bits"),
+    ("checks",),
     ("config",),
     ("core.mesh", "core.comm", "core.watch", "core.arena", "regions", "tiers", "tiers.*"),
-    ("core.local", "core.parameter", "core.norms", "core.schedule", "core.elementwise", "core.unit", "core.wrap"),
+    (
+        "core.local",
+        "core.parameter",
+        "core.norms",
+        "core.schedule",
+        "core.elementwise",
+        "core.unit",
+        "core.wrap",
+        "offload",
+        "offload.*",
+    ),
     ("core.cache", "core.control", "core.lending", "core.reducer", "core.pager", "core.precision"),
     ("core.runtime",),
     ("core.access", "core.optimizer", "core.optimizer_state", "core.module"),

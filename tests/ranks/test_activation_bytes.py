@@ -119,13 +119,13 @@ def test_the_file_does_not_grow_with_varying_lengths() -> None:
     model, _ = zerodp.shard(Wide(16, 2), stage=3, units=[Block])
     zerodp.apply_activation_checkpointing(model, units=[Block], partition=dist.group.WORLD, offload="disk")
     lengths = torch.randint(1, 65, (100,), generator=torch.Generator().manual_seed(1)).tolist()
-    for step, length in enumerate([64, 64, *lengths]):
+    for step, length in enumerate([64, 64, 64, *lengths]):
         squares(model, torch.ones(length, 3)).backward()
         model.zero_grad()
         (tier,) = store_of(model._zerodp).tiers.values()
-        if step == 1:
+        if step == 2:
             reserved, end = model._zerodp.arena.reserved, tier.file.end
-    assert model._zerodp.arena.reserved == reserved
+    assert model._zerodp.arena.reserved <= reserved
     assert tier.host.arena.reserved <= (IN_FLIGHT + 2) * 64 * 16 * 4 // 2
     assert tier.file.end <= 2 * end
 

@@ -15,7 +15,7 @@ from tests.ranks.pool import on_ranks
 from tests.ranks.test_optimizers import ELEMENTWISE
 from tests.ranks.toys import Block, Lion, Net
 
-STEPS = 20
+STEPS = 11
 
 
 def by_layers(name: str, module: nn.Module) -> bool:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ..core.layout import Segment
 from ..core.optimizer import ShardedOptimizer
-from ..core.optimizer_state import is_elementwise
 from ..core.runtime import Runtime
 from ..core.unit import Flat
 from ..errors import ConfigError
+from ..offload.home import is_elementwise
+from ..offload.lazily import Reader, master_part, state_part
 from . import randomness
 from .inventory import Parameter, copy_taken
 from .tensors import SegmentTensor
@@ -32,13 +33,15 @@ EXTRA, RANDOM, ENGINE = "zerodp.extra.", "zerodp.random.", "zerodp.engine"
 class Contents:
     """This rank's part.
 
-    paths: where a key stands in nested state dicts, for DCP's own tools; aliases: further keys of tied parameters.
+    paths: where a key stands in nested state dicts, for DCP's own tools; aliases: further keys of tied parameters; reader: of what
+    is on disk, to be closed when all is read.
     """
 
     tensors: dict[str, SegmentTensor] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    reader: Reader = field(default_factory=Reader)
 
     def staged(self, copy: Callable[[Tensor], Tensor], sharded: bool) -> None:
         """Take a `copy` of all values that are sharded, or of all others, which training may change from here on."""
@@ -59,7 +62,8 @@ def collect(runtime: Runtime, optimizer: ShardedOptimizer | None, extra: Any) ->
     for parameter in inventory.parameters:
         key = MODEL + parameter.keys[0]
         contents.aliases.update({MODEL + other: key for other in parameter.keys[1:]})
-        contents.tensors[key] = _shares(parameter, parameter.flat.shard_dtype, parameter.segments())
+        parts = [(segment, master_part(contents.reader, segment, home)) for segment, home in parameter.segments()]
+        contents.tensors[key] = _shares(parameter, parameter.flat.shard_dtype, parts)
     for key in inventory.keys:
         contents.paths[MODEL + key] = ("model", key)
     if optimizer is not None:
@@ -105,7 +109,7 @@ def _cause(error: Exception) -> str:
 # ---- segments
 
 
-def _shares(parameter: Parameter, dtype: torch.dtype, segments: list[tuple[Segment, Tensor]]) -> SegmentTensor:
+def _shares(parameter: Parameter, dtype: torch.dtype, segments: list[tuple[Segment, Any]]) -> SegmentTensor:
     """What this replica writes of the segments that all replicas hold; of what tensor-parallel ranks have alike, the first writes all."""
     flat, local, written = parameter.flat, parameter.local, []
     for segment, values in segments if local.first else ():
@@ -131,15 +135,18 @@ def _optimizer_states(
 ) -> None:
     for (flat, index), own in optimizer._zerodp.segments.items():
         parameter = parameters.get((flat, index)) or Parameter(flat, index, [flat.names[index]])
-        elementwise: dict[str, list[tuple[Segment, Tensor]]] = {}
+        elementwise: dict[str, list[tuple[Segment, Any]]] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for one in own:
             for key, value in optimizer.state.get(one, {}).items():
                 if is_elementwise(value, one):
-                    elementwise.setdefault(key, []).append((one.segment, value))
+                    values = state_part(contents.reader, one, key, flat.homes[one.segment.piece])
+                    elementwise.setdefault(key, []).append((one.segment, values))
+                    dtypes[key] = value.dtype
                 elif one.segment.start == 0 and flat.replicas.rank == 0 and parameter.local.begins:
                     _add(contents, ("optimizer", "state", parameter.name, key), value)
         for key, segments in elementwise.items():
-            dtype = segments[0][1].dtype
+            dtype = dtypes[key]
             contents.tensors[f"{STATE}{parameter.name}.{key}"] = _shares(parameter, dtype, segments)
             contents.paths[f"{STATE}{parameter.name}.{key}"] = ("optimizer", "state", parameter.name, key)
             contents.tensors[f"{STATE}{parameter.name}.{key}"].original = dtype

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import bytes_of
+from ..checks import bytes_of
 from ..core.access import full_values, original_buffers, runtime_of
 from ..core.control import Kind
 from ..core.runtime import Runtime

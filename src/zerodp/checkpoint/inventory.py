@@ -19,6 +19,7 @@ from ..core.optimizer import ShardedOptimizer
 from ..core.runtime import Runtime
 from ..core.unit import Flat
 from ..errors import ConfigError
+from ..offload.home import Home
 
 
 @dataclass
@@ -43,10 +44,9 @@ class Parameter:
     def shape(self) -> torch.Size:
         return self.local.shape
 
-    def segments(self) -> list[tuple[Segment, Tensor]]:
-        """This rank's, each with the part of the shard that holds it."""
-        found = (s for s in self.flat.segments if s.index == self.index)
-        return [(s, self.flat.shard[s.piece][s.offset : s.offset + s.numel]) for s in found]
+    def segments(self) -> list[tuple[Segment, Home]]:
+        """This rank's, each with the home of the piece that it lies in."""
+        return [(s, self.flat.homes[s.piece]) for s in self.flat.segments if s.index == self.index]
 
 
 @dataclass

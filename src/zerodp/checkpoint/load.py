@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from ..core.access import original_buffers, runtime_of
 from ..core.control import Kind
+from ..core.layout import Segment
 from ..core.optimizer import ShardedOptimizer
 from ..core.optimizer_state import SCALARS
 from ..core.runtime import Runtime
 from ..errors import CheckpointError, ZeroError
+from ..offload.home import Home
+from ..offload.lazily import parked, replace_masters, replace_states
 from . import background, inventory, randomness, traffic
 from .boxes import boxes, view
 from .contents import ENGINE, EXTRA, MODEL, RANDOM
@@ -66,10 +69,10 @@ def load(path: Place, model: nn.Module, optimizer: Any = None) -> dict[str, Any]
 class Taken:
     """What this rank has read, on the host.
 
-    shards: (part of a shard, its new values); states: of the optimizer by segment; settings: per group; last: what is done at the end.
+    shards: (home, segment of its master, new values); states: of the optimizer by segment; settings: per group; last: what is done at the end.
     """
 
-    shards: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    shards: list[tuple[Home, Segment, Any]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     extra_states: dict[str, Any] = field(default_factory=dict)
     optimizer: ShardedOptimizer | None = None
@@ -87,8 +90,9 @@ def _read(runtime: Runtime, optimizer: ShardedOptimizer | None, path: Place) -> 
         _check_model(source, own)
         for parameter in own.parameters:
             key = next(MODEL + key for key in parameter.keys if MODEL + key in source.tensors)
-            for segment, part in parameter.segments():
-                taken.shards.append((part, _segment(source, key, parameter, segment.start, segment.stop)))
+            for segment, home in parameter.segments():
+                values = _segment(source, key, parameter, segment.start, segment.stop)
+                taken.shards.append((home, segment, parked(home, values)))
         taken.buffers = {key: source.whole(MODEL + key) for key in own.buffers if MODEL + key in source.tensors}
         taken.extra_states = {
             key: source.value(MODEL + key) for key in own.extra_states if MODEL + key in source.objects
@@ -159,8 +163,9 @@ def _optimizer(source: Source, optimizer: ShardedOptimizer, groups: list[list[st
             for one in engine.segments_of(flat, index):
                 found = states.get(parameter.name, {})
                 if found:
+                    home = flat.homes[one.segment.piece]
                     taken.states[one] = {
-                        k: _state(source, k, key, parameter, one, on_device) for k, key in found.items()
+                        k: parked(home, _state(source, k, key, parameter, one, on_device)) for k, key in found.items()
                     }
 
 
@@ -227,10 +232,8 @@ def _apply(runtime: Runtime, taken: Taken) -> None:
     runtime.lending.before_change()
     for flat in runtime.flats():
         flat.wait()  # a gather under way still reads the shards
-        flat.stale = True
     with torch.no_grad():
-        for part, values in taken.shards:
-            part.copy_(values)
+        replace_masters(taken.shards)
         with original_buffers(runtime):
             own = inventory.take(runtime)
             for key, values in taken.buffers.items():
@@ -238,10 +241,9 @@ def _apply(runtime: Runtime, taken: Taken) -> None:
     modules = {name: module for module, name in runtime.module_names.items()}
     for key, state in taken.extra_states.items():
         modules[key.rpartition(".")[0]].set_extra_state(state)
-    runtime.refresh()
+    runtime.changed()
     if taken.optimizer is not None:
-        taken.optimizer.state.clear()
-        taken.optimizer.state.update(taken.states)
+        replace_states(taken.optimizer.state, taken.states, taken.optimizer._zerodp)
         for group, settings in zip(taken.optimizer.param_groups, taken.settings, strict=True):
             group.update(settings)
     for action in taken.last:

@@ -105,8 +105,9 @@ def _copy(runtime: Runtime, contents: Contents) -> Callable[[], None]:
     problem: Exception | None = None
     try:
         contents.staged(staging, sharded=False)
-        if runtime.lending.ever_lent:
-            contents.staged(staging, sharded=True)
+        if runtime.lending.ever_lent or not all(home.live for flat in runtime.flats() for home in flat.homes):
+            contents.staged(staging, sharded=True)  # the disk is training's from here on
+            contents.reader.close()
             copied.set()
     except Exception as error:  # no memory; the other ranks learn of it in the thread
         problem = error
@@ -211,6 +212,7 @@ def write(
         _together(channel, target, token, lambda: conclude() if first else None)
         return int(rows["bytes"])
     finally:
+        contents.reader.close()
         if first:
             folders.discard(target, token)
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from ..offload.lazily import read
 from .boxes import Box, boxes, contiguous_strides, view
 
 
 class SegmentTensor:
-    """A tensor of `shape`, and this rank's `segments` of it: (start, values [numel]) in memory order.
+    """A tensor of `shape`, and this rank's `segments` of it: (start, values [numel]) in memory order; values may be `Unread`.
 
     They are segments of a dense block of it that begins at `origin` and has `sizes` and `strides`; by default it is all of it.
 
@@ -27,7 +28,7 @@ class SegmentTensor:
         shape: Sequence[int],
         strides: Sequence[int],
         dtype: torch.dtype,
-        segments: Sequence[tuple[int, Tensor]],
+        segments: Sequence[tuple[int, Any]],
         original: torch.dtype | None = None,
         sharded: bool = True,
         sizes: Sequence[int] | None = None,
@@ -51,12 +52,14 @@ class SegmentTensor:
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """Each box of this rank, and the view of its segment that has the values."""
         for start, values in self.segments:
-            for box in boxes(self.sizes, self.strides, start, start + values.numel(), self.origin):
-                yield box, view(values[box.start - start : box.stop - start], box, self.sizes, self.strides)
+            found = boxes(self.sizes, self.strides, start, start + values.numel(), self.origin)
+            here = read(values)
+            for box in found:
+                yield box, view(here[box.start - start : box.stop - start], box, self.sizes, self.strides)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> SegmentTensor:
         """The same with every segment's values replaced by `move` of them."""
-        segments = [(start, move(values)) for start, values in self.segments]
+        segments = [(start, move(read(values))) for start, values in self.segments]
         return SegmentTensor(
             self.shape, self.strides, self.dtype, segments, self.original, self.sharded, self.sizes, self.origin
         )

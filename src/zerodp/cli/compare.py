@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 import json
 import math
-import os
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +16,7 @@ from ..compare import Comparison, compare
 from ..config import PRECISIONS
 from ..core.stages import STAGES
 from .benching import ranks
-from .parser import Parser, one_of, positive, whole
+from .parser import Parser, function, look_up, one_of, positive, whole
 
 DIFFERENT = 1  # exit status
 EPILOG = """\
@@ -80,33 +76,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def stage_number(text: str) -> int:
     return int(one_of([str(stage) for stage in STAGES])(text))
-
-
-def function(text: str) -> str:
-    """The type of a function given as module:function; it is looked up, so that a mistake is told before anything starts."""
-    try:
-        look_up(text)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"expected module:function, got {text!r}: {error}") from None
-    except Exception as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: importing it failed with {type(error).__name__}: {error}"
-        ) from None
-    return text
-
-
-def look_up(text: str) -> Callable[..., Any]:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    module, colon, name = text.partition(":")
-    if not (module and colon and name) or module.startswith("."):
-        raise ValueError("a module, a colon and a function in it are needed")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{name} is no function but {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
 
 
 def run(arguments: argparse.Namespace) -> int:

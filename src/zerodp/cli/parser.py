@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -82,3 +85,30 @@ def size(text: str) -> int:
     if found is None or not 0 < float(found[1]) * SCALE[found[2].upper()] < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a count such as 4M, 350k or 7.5e9, got {text!r}")
     return round(float(found[1]) * SCALE[found[2].upper()])
+
+
+def function(text: str) -> str:
+    """The type of a function given as module:function; it is looked up, so that a mistake is told before anything starts."""
+    try:
+        look_up(text)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected module:function, got {text!r}: {error}") from None
+    except Exception as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: importing it failed with {type(error).__name__}: {error}"
+        ) from None
+    return text
+
+
+def look_up(text: str) -> Callable[..., Any]:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module, colon, name = text.partition(":")
+    if not (module and colon and name) or module.startswith("."):
+        raise ValueError("a module, a colon and a function in it are needed")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{name} is no function but {type(found).__name__}")
+    return found  # type: ignore[no-any-return]

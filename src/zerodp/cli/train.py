@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..config import PRECISIONS
+from ..config import DELAYED_AFTER, PLACES, PRECISIONS
 from ..core.stages import STAGES
 from .parser import Parser, UsageError, one_of, positive, size, whole
 from .training import launch, settings, worker
@@ -62,6 +62,15 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group = parser.add_argument_group("how to shard")
     add(group, "stage", stage_number, "ZeRO stage: 0, 1, 2 or 3", "STAGE")
     add(group, "precision", one_of(list(PRECISIONS)), "dtype of compute: " + ", ".join(PRECISIONS), "DTYPE")
+    add(group, "offload", one_of(PLACES), "where the optimizer's states rest: " + ", ".join(PLACES), "PLACE")
+    group.add_argument(
+        "--delayed-update",
+        type=whole(1),
+        nargs="?",
+        const=DELAYED_AFTER,
+        metavar="N",
+        help=f"with --offload host: after N steps ({DELAYED_AFTER}) the update runs beside the next pass (default never)",
+    )
     add(group, "ranks", whole(1), "worker processes on this machine, unless torchrun started this one", "N")
     add(group, "threads", whole(1), "torch threads per rank", "N")
     add(group, "device", one_of(["auto", "cpu", "cuda"]), "auto: GPUs where each local rank has one", "NAME")
@@ -87,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     if restarted() and settings.exists(folder):
         resume = folder
     run_settings = settings.resolve(given, resume, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    run_settings.places()
     check_device(run_settings.device, int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun else run_settings.ranks)
     digest = open_corpus(run_settings.data, run_settings.context).digest
     if resume is not None:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import CheckpointError, ConfigError, ShardedError
+from ..offload.home import GRADIENT, MASTER, Home, walk
 from .bits import checksum, differing, same_bits, same_values
 from .control import Kind
+from .layout import Segment
 from .local import local_of
-from .norms import part
 from .runtime import Runtime
 from .unit import Cut, Flat, Unit
 
@@ -59,6 +60,9 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
     runtime.lending.take_back()
     runtime.lending.before_change()  # where parameters stay whole, an edit changes the shards at once
     runtime.control.require(Kind.FULL)
+    if write and runtime.places.delay.behind:
+        runtime.places.delay.publish()
+        runtime.changed()  # or an update that forward does not have yet would look like an edit
     if write and any(unit.opened for unit in units):
         raise ShardedError(
             "full_params(write=True) inside another full_params() of the same parameters: ask for write=True on the outer one"
@@ -152,12 +156,13 @@ def _page(flat: Flat) -> Cut:
 def commit(runtime: Runtime, flat: Flat, page: Cut) -> None:
     """Rank 0's `page` into the shards; elements that equal what the shard casts to keep the shard's bits."""
     flat.agree(page.whole, runtime.comm)
-    for mine, parts in zip(flat.shard, page.parts, strict=True):
-        new = parts[flat.group.rank]
-        if new.data_ptr() == mine.data_ptr():
-            continue
-        old = mine.to(new.dtype)
-        mine.copy_(torch.where(differing(old, new), new.to(mine.dtype), mine))
+    for home in walk(flat.homes, (MASTER,), (MASTER,)):
+        new, mine = page.parts[home.piece][flat.group.rank], flat.master[home.piece]
+        if new.data_ptr() != mine.data_ptr():
+            new = new.to(mine.device)
+            old = mine.to(new.dtype)
+            mine.copy_(torch.where(differing(old, new), new.to(mine.dtype), mine))
+            home.source.publish()
 
 
 # ---- state dicts
@@ -165,12 +170,12 @@ def commit(runtime: Runtime, flat: Flat, page: Cut) -> None:
 
 def whole_values(runtime: Runtime, flat: Flat) -> list[Tensor]:
     """Local tensors of one flat, each in the dtype it had before `shard()`, from the masters (a collective)."""
-    if flat.full is not None and flat.param_dtype == flat.shard_dtype:
+    if flat.full is not None and all(home.source.is_master and home.source.is_page for home in flat.homes):
         flat.wait()
         whole = flat.cut(flat.full.whole.clone())
     else:
         whole = flat.cut(torch.empty(flat.layout.padded_numel, dtype=flat.shard_dtype, device=runtime.arena.device))
-        for handle in flat.gather_into(whole, runtime.comm):
+        for handle in flat.gather_into(whole, runtime.comm, masters=True):
             handle.wait()
     return [view.to(dtype) for view, dtype in zip(whole.views, flat.original_dtypes, strict=True)]
 
@@ -261,12 +266,9 @@ def load(runtime: Runtime, state_dict: Any, plainly: Callable[[Any], Any]) -> An
         runtime.control.share(problem)
         runtime.lending.before_change()
         for flat, values in before.items():
-            for index, (new, old) in enumerate(zip(_held(flat), values, strict=True)):
-                if not same_bits(new, old):
-                    _write(flat, index, new, old)
-        for flat in before:
-            flat.stale = True
-    runtime.refresh()
+            pairs = enumerate(zip(_held(flat), values, strict=True))
+            _write(flat, {i: (_laid(flat, i, a), _laid(flat, i, b)) for i, (a, b) in pairs if not same_bits(a, b)})
+    runtime.changed()
     return result
 
 
@@ -287,18 +289,22 @@ def _two_values(runtime: Runtime, state_dict: Any) -> CheckpointError | None:
     return None
 
 
-def _write(flat: Flat, index: int, new: Tensor, old: Tensor) -> None:
-    """This rank's segments of one parameter, where the value changed."""
-    numel = new.numel()
+def _write(flat: Flat, edited: dict[int, tuple[Tensor, Tensor]]) -> None:
+    """This rank's segments of parameters whose values changed: (new, old) by index, 1-D in memory order."""
+    rows: dict[Home, list[Segment]] = {}
+    for segment in (s for s in flat.segments if s.index in edited):
+        rows.setdefault(flat.homes[segment.piece], []).append(segment)
+    for home in walk(rows, (MASTER,), (MASTER,)):
+        for segment in rows[home]:
+            mine = flat.master[segment.piece][segment.offset : segment.offset + segment.numel]
+            a, b = (value[segment.start : segment.stop].to(mine.device) for value in edited[segment.index])
+            mine.copy_(torch.where(differing(a, b), a.to(mine.dtype), mine))
+
+
+def _laid(flat: Flat, index: int, value: Tensor) -> Tensor:
     size, stride, _ = flat.shapes[index]
-    fresh, before = (
-        torch.empty_strided(size, stride, dtype=v.dtype, device=v.device).copy_(v).as_strided((numel,), (1,))
-        for v in (new, old)
-    )
-    for segment in (s for s in flat.segments if s.index == index):
-        mine = flat.shard[segment.piece][segment.offset : segment.offset + segment.numel]
-        a, b = fresh[segment.start : segment.stop], before[segment.start : segment.stop]
-        mine.copy_(torch.where(differing(a, b), a.to(mine.dtype), mine))
+    laid = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device).copy_(value)
+    return laid.as_strided((laid.numel(),), (1,))
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True, device: str | torch.device = "cpu") -> dict[str, Any]:
@@ -338,11 +344,12 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
     for flat in runtime.flats():
         if flat.grad is None:
             continue
-        some = flat.grad[0]
-        whole = flat.cut(torch.empty(flat.layout.padded_numel, dtype=some.dtype, device=some.device))
-        for piece, parts, mine in zip(whole.pieces, whole.parts, flat.grad, strict=True):
-            parts[flat.group.rank].copy_(mine)
-            runtime.comm.all_gather(piece, flat.group, flat.unit.name, parts).wait()
+        dtype, device = flat.grad[0].dtype, runtime.arena.device
+        whole = flat.cut(torch.empty(flat.layout.padded_numel, dtype=dtype, device=device))
+        for home in walk(flat.homes, (GRADIENT,)):
+            parts = whole.parts[home.piece]
+            parts[flat.group.rank].copy_(flat.grad[home.piece])
+            runtime.comm.all_gather(whole.pieces[home.piece], flat.group, flat.unit.name, parts).wait()
         if flat.grad_scale != 1.0:
             whole.whole.div_(flat.grad_scale)
         for index, name in enumerate(flat.names):
@@ -369,14 +376,12 @@ def local_shards(model: nn.Module, kind: str = "parameters") -> Iterator[tuple[s
 
 
 def _local(runtime: Runtime, kind: str) -> Iterator[tuple[str, Slice, Tensor]]:
+    kinds = (MASTER,) if kind == "parameters" else (GRADIENT,)
     for flat in runtime.flats():
-        for segment in flat.segments:
-            where = slice(segment.start, segment.stop)
-            if kind == "parameters":
-                yield (
-                    flat.names[segment.index],
-                    where,
-                    flat.shard[segment.piece][segment.offset : segment.offset + segment.numel],
-                )
-            elif flat.grad is not None:
-                yield flat.names[segment.index], where, part(flat, segment)
+        if kind == "gradients" and flat.grad is None:
+            continue
+        for home in walk(flat.homes, kinds, kinds):
+            for segment in (s for s in flat.segments if s.piece == home.piece):
+                mine = flat.master[home.piece] if kind == "parameters" else flat.grad[home.piece]  # type: ignore[index]
+                where = slice(segment.start, segment.stop)
+                yield flat.names[segment.index], where, mine[segment.offset : segment.offset + segment.numel]

@@ -40,10 +40,10 @@ class Parts(dict[int, Tensor]):
 class Slot:
     """A borrowed buffer: `tensor` is [numel] of the asked dtype, `cut` remembers views of it."""
 
-    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "space", "tensor")
+    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "region", "space", "tensor")
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, region: Region, space: Space) -> None:
+        self.region, self.space = region, space
         self.buffer = self.tensor = space.memory()
         self.address = self.buffer.untyped_storage()._cdata  # identifies the storage to saved-tensor hooks
         self.cuts: dict[Any, Any] = {}
@@ -107,14 +107,16 @@ class Arena:
 
     # ---- slots: what comes and goes
 
-    def take(self, numel: int, dtype: torch.dtype, kind: str, label: str = "") -> Slot:
-        """Borrow a buffer of `numel` elements; its contents are arbitrary."""
+    def take(self, numel: int, dtype: torch.dtype, kind: str, label: str = "", near: str | None = None) -> Slot:
+        """Borrow a buffer of `numel` elements; its contents are arbitrary. It lies where the kind `near`, or its own, does."""
         if self.limbo:
             self.settle()
         needed = numel * dtype.itemsize
-        space = self.regions[kind].take(needed, kind in TOP)
+        where = near or kind
+        region = self.regions[where]
+        space = region.take(needed, where in TOP)
         if space.slot is None:
-            space.slot = Slot(space)
+            space.slot = Slot(region, space)
         self.add(kind, needed)
         return space.slot.lend(numel, dtype, kind, label)  # type: ignore[no-any-return]
 
@@ -127,7 +129,7 @@ class Arena:
             self.limbo.append(slot)
         else:
             self.add(slot.kind, -slot.nbytes)
-            self.regions[slot.kind].give(slot.space)
+            slot.region.give(slot.space)
 
     def settle(self) -> None:
         """Look again at the slots in limbo."""

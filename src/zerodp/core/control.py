@@ -91,7 +91,7 @@ class Control:
     def require(self, kind: Kind, argument: int = 0, overflow: bool = False) -> Tensor:
         """All ranks must be at this point. The result is their messages, [world size, width]."""
         if kind is not Kind.WAKE:
-            self.runtime.require_awake()
+            self.runtime.lending.require_awake()
         self.look()
         message = self._message(kind, argument)
         message[self.OVERFLOW] = overflow
@@ -129,10 +129,7 @@ class Control:
 
     def share(self, error: Exception | None) -> None:
         """A mistake found on one rank is raised on all of them, before anything is changed."""
-        said = self.comm.exchange_objects(
-            None if error is None else [type(error).__name__, str(error)], "the verdict of all ranks"
-        )
-        share_verdict(said, error)
+        share_verdict(self.comm.exchange_objects(told(error), "the verdict of all ranks"), error)
 
     # ---- reading
 
@@ -190,6 +187,11 @@ def _words(count: int) -> int:
 
 def _split(value: int, count: int) -> list[int]:
     return [(value >> (BITS * i)) & ((1 << BITS) - 1) for i in range(_words(count))]
+
+
+def told(error: Exception | None) -> list[str] | None:
+    """What a rank says of its own verdict."""
+    return None if error is None else [type(error).__name__, str(error)]
 
 
 def share_verdict(said: list[Any], own: Exception | None) -> None:

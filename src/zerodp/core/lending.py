@@ -1,10 +1,11 @@
-"""Shards in other hands: the user's, who may write into them, and a save's, which reads them while training goes on."""
+"""Shards in other hands: the user's, who may write into them, a save's, which reads them while training goes on, or put away."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..errors import ShardedError
 from .control import Control, Kind
 
 if TYPE_CHECKING:
@@ -18,12 +19,22 @@ class Lending:
         self.runtime = runtime
         self.lent: list[int] | None = None  # versions of the shards when they were handed out for writing
         self.readers: list[Callable[[], None]] = []  # each returns when somebody has read what there was
+        self.asleep: Any = None  # what `zerodp.sleep` has put away
         self.ever_lent = False  # somebody may hold parts of the shards, and write without asking
+
+    def require_awake(self) -> None:
+        """
+        Raises:
+            ShardedError: the values are put away.
+        """
+        if self.asleep is not None:
+            raise ShardedError(self.asleep.message)
 
     def lend(self) -> None:
         """The shards go to the user, who may write into them."""
-        self.runtime.require_awake()
+        self.require_awake()
         self.before_change()
+        self.runtime.look()
         self.ever_lent = True
         if self.lent is None:
             self.lent = self._versions()
@@ -35,9 +46,7 @@ class Lending:
             self.lent = None
             rows = self.runtime.control.require(Kind.LENT, overflow=edited)
             if bool(rows[:, Control.OVERFLOW].any()):
-                for flat in self.runtime.flats():
-                    flat.stale = True
-                self.runtime.refresh()
+                self.runtime.changed()
 
     def before_change(self) -> None:
         """Wait for those who still read."""
@@ -45,4 +54,4 @@ class Lending:
             self.readers.pop()()
 
     def _versions(self) -> list[int]:
-        return [piece._version for flat in self.runtime.flats() for piece in flat.shard]
+        return [home.version for flat in self.runtime.flats() for home in flat.homes]

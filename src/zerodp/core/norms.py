@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..offload.home import GRADIENT, Home, walk
 from .layout import ALIGN, Segment
 
 if TYPE_CHECKING:
@@ -21,24 +22,30 @@ def part(flat: Flat, segment: Segment) -> Tensor:
     return flat.grad[segment.piece][segment.offset : segment.offset + segment.numel]
 
 
-def _with_gradient(engine: Engine) -> list[SegmentParameter]:
-    return [segment for segment in engine if segment.flat.grad is not None and segment.numel()]
-
-
-def _parts(engine: Engine) -> list[Tensor]:
-    return [part(s.flat, s.segment) for s in _with_gradient(engine)]
+def _with_gradient(engine: Engine) -> dict[Home, list[SegmentParameter]]:
+    """The engine's segments that have a gradient, by the homes where they rest."""
+    found: dict[Home, list[SegmentParameter]] = {}
+    for segment in engine:
+        if segment.flat.grad is not None and segment.numel():
+            found.setdefault(segment.flat.homes[segment.segment.piece], []).append(segment)
+    return found
 
 
 def total_norm(engine: Engine, p: float) -> float:
     """The global p-norm of the unscaled gradients, the same on all ranks (a collective)."""
+    found = _with_gradient(engine)
     powers = [
         _power(part(s.flat, s.segment), p) * (s.flat.grad_scale ** -(p if p != math.inf else 1.0))
-        for s in _with_gradient(engine)
+        for home in walk(found, (GRADIENT,))
+        for s in found[home]
         if _counts(s.flat, s.segment.index)
     ]
-    mine = torch.stack(powers) if powers else torch.zeros(1, dtype=torch.float64, device="cpu")
+    places = {power.device: [one for one in powers if one.device == power.device] for power in powers}
+    mine = torch.cat(
+        [torch.stack(these).cpu() for these in places.values()] or [torch.zeros(1, dtype=torch.float64, device="cpu")]
+    )
     mine = mine.max() if p == math.inf else mine.sum()
-    rows = engine.runtime.comm.exchange(mine.reshape(1).cpu(), "the gradient norm").wait()[:, 0]
+    rows = engine.runtime.comm.exchange(mine.reshape(1), "the gradient norm").wait()[:, 0]
     total = float(rows.max() if p == math.inf else rows.sum())
     if p != math.inf:
         total = total ** (1.0 / p)
@@ -62,11 +69,14 @@ def _power(tensor: Tensor, p: float) -> Tensor:
 
 
 def scale_gradients(engine: Engine, factor: float) -> None:
+    """Of the engine's parameters; pieces hold those of other groups and optimizers, too."""
     if factor != 1.0:
-        for tensor in _parts(engine):
-            tensor.mul_(factor)
+        for home, segments in _with_gradient(engine).items():
+            home.scale_gradient(factor, segments)
 
 
 def overflows(engine: Engine) -> bool:
     """Whether this rank's reduced gradients hold an infinity or NaN."""
-    return any(not math.isfinite(float(_power(tensor, math.inf))) for tensor in _parts(engine))
+    found = _with_gradient(engine)
+    most = [_power(part(s.flat, s.segment), math.inf) for home in walk(found, (GRADIENT,)) for s in found[home]]
+    return not all(math.isfinite(float(power)) for power in most)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ShardedError
+from ..offload.home import Home
 from . import norms, optimizer_state
 from .control import Control, Kind
 from .layout import Segment
@@ -34,8 +35,9 @@ class SegmentParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """Inside `step()` what the step was given; outside, this segment's part of the reduced gradient, live."""
+        self.engine.runtime.look()
         given = grad_of(self)
-        if given is not None or self.engine.stepping:
+        if given is not None:
             return given  # type: ignore[no-any-return]
         self.engine.runtime.reducer.drain()
         return None if self.flat.grad is None else norms.part(self.flat, self.segment)
@@ -52,13 +54,12 @@ class SegmentParameter(nn.Parameter):
 class Engine:
     """What a `ShardedOptimizer` has beside what its own class has."""
 
-    def __init__(self, runtime: Runtime, scaler: LossScaler) -> None:
-        self.runtime, self.scaler = runtime, scaler
+    def __init__(self, runtime: Runtime, scaler: LossScaler, state: dict[Any, dict[str, Any]]) -> None:
+        self.runtime, self.scaler, self.state = runtime, scaler, state
         self.segments: dict[tuple[Flat, int], list[SegmentParameter]] = {}  # (flat, parameter) -> its segments here
         self.skipped_steps = 0
         self.last_step_skipped = False
         self.grad_scaler: Any = None  # a torch.amp.GradScaler that drives the next step
-        self.stepping = False
         self.members: list[
             list[tuple[Flat, int]]
         ] = []  # per group: its parameters, whether this rank has a segment or not
@@ -67,21 +68,15 @@ class Engine:
         if (flat, index) not in self.segments:
             made = []
             for segment in (s for s in flat.segments if s.index == index):
-                piece = flat.shard[segment.piece]
-                one = SegmentParameter(piece[segment.offset : segment.offset + segment.numel], requires_grad=False)
+                home = flat.homes[segment.piece]
+                one = SegmentParameter(home.view(segment), requires_grad=False)
                 one.flat, one.segment, one.engine = flat, segment, self
-                one.requires_grad_(piece.is_floating_point() and flat.parameters[index].requires_grad)
+                one.requires_grad_(flat.shard_dtype.is_floating_point and flat.parameters[index].requires_grad)
+                home.attach(one, self.state)
                 made.append(one)
             self.segments[(flat, index)] = made
             flat.optimized = True
         return self.segments[(flat, index)]
-
-    def give_master(self, flat: Flat) -> None:
-        """An fp32 master for 16-bit shards that begin to train."""
-        flat.widen_shard(self.runtime.arena, torch.float32)
-        for index in range(len(flat.parameters)):
-            for one in self.segments.get((flat, index), ()):
-                one.data = flat.shard[one.segment.piece][one.segment.offset : one.segment.offset + one.segment.numel]
 
     def __iter__(self) -> Iterator[SegmentParameter]:
         return (segment for segments in self.segments.values() for segment in segments)
@@ -162,10 +157,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overflow = bool(rows[:, Control.OVERFLOW].any())
         engine.last_step_skipped = overflow
         engine.skipped_steps += overflow
-        if not overflow:
-            runtime.lending.before_change()
-            with torch.no_grad():
-                self._update(rows)
+        runtime.lending.before_change()
+        with torch.no_grad():
+            changed = runtime.places.delay.publish() if overflow else self._update(rows)
+        for flat in changed:
+            flat.stale = True
+        if changed or not overflow:
             runtime.stepped()
         if engine.grad_scaler is None:
             engine.scaler.update(overflow)
@@ -212,72 +209,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             found.append((where.flat, where.index))
         return found
 
-    def _update(self, rows: Tensor) -> None:
-        """Give every segment whose parameter has a gradient on any rank its part, and let the optimizer's own step run."""
-        engine = self._zerodp
-        with_gradient = engine.runtime.control.with_gradient(rows)
-        casts = []
-        for flat in engine.runtime.flats():
-            if with_gradient[flat] and flat.shard_dtype in LOW and flat.optimized:
-                engine.give_master(flat)  # it was frozen until now
-            for index in range(len(flat.parameters)):
-                for segment in engine.segments.get((flat, index), ()):
-                    segment.grad = None
-                    if flat.grad is not None and index in with_gradient[flat]:
-                        part = norms.part(flat, segment.segment)
-                        if part.dtype == segment.dtype and flat.grad_scale == 1.0:
-                            segment.grad = part
-                        else:
-                            casts.append((flat, segment, part))
-            flat.stale = bool(with_gradient[flat]) and flat.optimized
-        try:
-            if casts:
-                self._step_in_windows(casts)
-            else:
-                self._own_step()
-        finally:
-            for segment in engine:
-                segment.grad = None  # or it would be taken for the next gradient, and keep this one's memory
+    def _update(self, rows: Tensor) -> set[Flat]:
+        """Give every segment whose parameter has a gradient on any rank its part, and let the optimizer's own step run.
 
-    def _own_step(self) -> None:
-        self._zerodp.stepping = True
-        try:
-            super().step()
-        finally:
-            self._zerodp.stepping = False
-
-    def _step_in_windows(self, casts: list[tuple[Flat, SegmentParameter, Tensor]]) -> None:
-        """Gradients that rest in another dtype are cast for one flat at a time, so that no full-size copy appears.
-
-        Every window sees the groups' own settings as before the step, so it counts as one step for the optimizer too.
+        The result is the flats that have new values, the same ones on all ranks.
         """
         engine = self._zerodp
-        all_params = [group["params"] for group in self.param_groups]
-        before = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        windows: list[Flat | None] = list(dict.fromkeys(flat for flat, _, _ in casts))
-        plain = [s for s in engine if s.grad is not None]
-        if plain:
-            windows.append(None)
-        try:
-            for window in windows:
-                mine = set(map(id, plain)) if window is None else set()
-                slots = []
-                for flat, segment, part in casts:
-                    if flat is window:
-                        slot = engine.runtime.arena.take(part.numel(), segment.dtype, "buckets", flat.unit.name)
-                        slots.append((slot, segment))
-                        segment.grad = slot.tensor.copy_(part).div_(flat.grad_scale)
-                        mine.add(id(segment))
-                for group, params, settings in zip(self.param_groups, all_params, before, strict=True):
-                    group.update(settings)
-                    group["params"] = [p for p in params if id(p) in mine]
-                self._own_step()
-                for slot, segment in slots:
-                    segment.grad = None
-                    engine.runtime.arena.give(slot)
-        finally:
-            for group, params in zip(self.param_groups, all_params, strict=True):
-                group["params"] = params
+        with_gradient = engine.runtime.control.with_gradient(rows)
+        chosen: dict[Home, list[SegmentParameter]] = {}
+        for flat in engine.runtime.flats():
+            if with_gradient[flat] and flat.shard_dtype in LOW and flat.optimized:
+                flat.widen_shard(torch.float32)  # it was frozen until now
+            for index in with_gradient[flat] if flat.grad is not None else ():
+                for segment in engine.segments.get((flat, index), ()):
+                    chosen.setdefault(flat.homes[segment.segment.piece], []).append(segment)
+        touched = {flat for flat in engine.runtime.flats() if with_gradient[flat] and flat.optimized}
+        return engine.runtime.places.step(self, chosen, touched)
 
     # ---- torch.amp.GradScaler
 
@@ -308,7 +255,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def zero_grad(runtime: Runtime, set_to_none: bool, only: dict[Flat, set[int]] | None = None) -> None:
     """Of all parameters of the model, or of `only` these (flat -> indices), reduced or waiting."""
-    runtime.require_awake()
     runtime.end_failed()
     for flat in runtime.flats():
         chosen = set(range(len(flat.parameters))) if only is None else only.get(flat, set())

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, ZeroError
+from ..offload.home import STATES, is_elementwise, walk
+from ..offload.lazily import replace_states
 from .control import Kind
 
 if TYPE_CHECKING:
@@ -49,10 +51,12 @@ def cut(key: str, value: Any, segment: SegmentParameter, error: type[ZeroError] 
 def from_plain(optimizer: ShardedOptimizer, states: dict[Any, dict[str, Any]]) -> None:
     """State made before `shard()` (by the optimizer's constructor or earlier steps), keyed by the parameters."""
     engine = optimizer._zerodp
+    made = {}
     for parameter, state in states.items():
         where = parameter._zerodp
         for segment in engine.segments_of(where.flat, where.index):
-            optimizer.state[segment] = {key: cut(key, value, segment, ConfigError) for key, value in state.items()}
+            made[segment] = {key: cut(key, value, segment, ConfigError) for key, value in state.items()}
+    replace_states(optimizer.state, made, engine)
 
 
 def to_plain(states: dict[str, Any], local: Local, comm: Comm) -> dict[str, Any]:
@@ -65,13 +69,10 @@ def to_plain(states: dict[str, Any], local: Local, comm: Comm) -> dict[str, Any]
     }
 
 
-def is_elementwise(value: Any, segment: SegmentParameter) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1 and value.shape == segment.shape
-
-
 def full_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """{"state": {name: {key: full tensor}}, "param_groups": settings with names, "zerodp": scaler and counts}."""
     engine = optimizer._zerodp
+    engine.runtime.look()
     engine.runtime.control.require(Kind.STATE)
     mine: dict[str, dict[str, Any]] = {}
     for segment in engine:
@@ -131,12 +132,12 @@ def _gather(optimizer: ShardedOptimizer, flat: Flat, key: str, dtype: torch.dtyp
     """The flat's elementwise state `key`, whole, on every rank."""
     engine = optimizer._zerodp
     whole = flat.cut(torch.zeros(flat.layout.padded_numel, dtype=dtype, device=engine.runtime.arena.device))
-    for index in range(len(flat.parameters)):
-        for segment in engine.segments.get((flat, index), ()):
+    for home in walk(flat.homes, (STATES,)):
+        for segment in home.segments:
             value = optimizer.state.get(segment, {}).get(key)
             if is_elementwise(value, segment):
                 start = segment.segment.offset
-                whole.parts[segment.segment.piece][flat.group.rank][start : start + segment.numel()].copy_(value)
+                whole.parts[home.piece][flat.group.rank][start : start + segment.numel()].copy_(value)
     for piece, parts in zip(whole.pieces, whole.parts, strict=True):
         engine.runtime.comm.all_gather(piece, flat.group, flat.unit.name, parts).wait()
     return whole
@@ -145,6 +146,7 @@ def _gather(optimizer: ShardedOptimizer, flat: Flat, key: str, dtype: torch.dtyp
 def load_full_state(optimizer: ShardedOptimizer, given: dict[str, Any]) -> None:
     """Check everything, agree with the other ranks, then take it."""
     engine = optimizer._zerodp
+    engine.runtime.look()
     engine.runtime.control.require(Kind.STATE)
     error, taken = None, {}
     try:
@@ -157,8 +159,7 @@ def load_full_state(optimizer: ShardedOptimizer, given: dict[str, Any]) -> None:
     except CheckpointError as found:
         error = found
     engine.runtime.control.share(error)
-    optimizer.state.clear()
-    optimizer.state.update(taken)  # type: ignore[arg-type]  # keyed by tensors, which segments are
+    replace_states(optimizer.state, taken, engine)
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in settings.items() if k not in ("params", "param_names")})
     extra = given.get("zerodp")

@@ -15,6 +15,8 @@ from .unit import Unit
 if TYPE_CHECKING:
     from .runtime import Runtime
 
+HINTS = 2  # gathers beyond the prefetched ones
+
 
 class Pager:
     """Residency of the units of one model."""
@@ -48,6 +50,7 @@ class Pager:
                 self.let_go(self.units[current.frozen.pop(0)])
         comes_halfway = unit.expected > 0 and self.runtime.reducer.under_way
         self._prefetch(current, self.prefetch - bool(comes_halfway))
+        self._hint(current)
         self.wanted = None
 
     def halfway(self, current: Pass) -> None:
@@ -66,6 +69,13 @@ class Pager:
             if self._launch(ops[current.pointer]):
                 current.ahead[index] = current.pointer
             current.pointer += 1
+
+    def _hint(self, current: Pass) -> None:
+        """What the list gathers after what is under way starts on its way from disk, which is the longest."""
+        following = current.order.ops[current.pointer : current.pointer + 3 * HINTS]
+        for index in [index for kind, index in following if kind == GATHER][:HINTS]:
+            for source in self.units[index].far:
+                source.ahead()
 
     def launch_through(self, current: Pass, last: int) -> None:
         """Launch the list up to and including `last`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import repeat
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..offload.home import GRADIENT, walk
 from .arena import Arena, Slot
 from .bits import same_memory
 from .comm import Comm, Handle
 from .mesh import Group
+from .norms import part as part_of
 from .parameter import grad_of, set_grad
 from .unit import Cut, Flat, Unit
 
@@ -132,23 +135,23 @@ class Reducer:
         fresh = flat.grad is None
         if flat.keeps_scale:
             if flat.grad is not None and flat.grad_scale != self.loss_scale:  # of a backward before the last step
-                for whole in flat.grad:
-                    whole.mul_(self.loss_scale / flat.grad_scale)
+                for home in flat.homes:
+                    home.scale_gradient(self.loss_scale / flat.grad_scale)
             flat.grad_scale = self.loss_scale
-        if target is None:
-            target = flat.grad or flat.grad_storage(self.arena, promoted)
+        flat.grad = flat.grad or target or flat.grad_storage(self.arena, promoted)
         gathers = []
-        for parts, whole in zip(sums, target, strict=True):
-            mine = whole if replicas.size == 1 else whole.view(replicas.size, -1)[replicas.rank]
-            if fresh:
-                self._sum(parts, mine, borrowed, scale)
-            else:
-                mine.add_(self._sum(parts, None, borrowed, scale))
-            if replicas.size > 1:
-                gathers.append(self.comm.all_gather(whole, replicas, name, op="all_reduce", count=0))
-        flat.grad = target
-        for handle in gathers:
-            handle.wait()
+        with ExitStack() as there:
+            for parts, home in zip(sums, flat.homes, strict=True):
+                whole = there.enter_context(home.summing(fresh))
+                mine = whole if replicas.size == 1 else whole.view(replicas.size, -1)[replicas.rank]
+                if fresh:
+                    self._sum(parts, mine, borrowed, scale)
+                else:
+                    mine.add_(self._sum(parts, None, borrowed, scale))
+                if replicas.size > 1:
+                    gathers.append(self.comm.all_gather(whole, replicas, name, op="all_reduce", count=0))
+            for handle in gathers:
+                handle.wait()
         first.clear()  # with the results, which are views of what is given back
         del parts, sums, mine, whole, bucket
         for slot in borrowed:
@@ -180,6 +183,8 @@ class Reducer:
         """The place of a first gradient, where one of the other ranks' parts can arrive right there."""
         busy = any(flat is other for other, _ in self.under_way)
         if not self.comm.lands or flat.group.size == 1 or flat.persistent is not None or flat.grad is not None or busy:
+            return None
+        if not all(home.sums_in_place for home in flat.homes):
             return None
         return flat.grad_storage(self.arena, False) if flat.grad_dtype == bucket.whole.dtype else None
 
@@ -249,12 +254,12 @@ class Reducer:
     def _zero(self, flat: Flat, index: int) -> None:
         if flat.bucket is not None and index in flat.filled:
             flat.bucket.views[index].zero_()
-        for view in parts_of(flat, flat.grad, index):
-            view.zero_()
+        homes = [flat.homes[s.piece] for s in flat.segments if s.index == index and flat.grad is not None]
+        for home in walk(homes, (GRADIENT,), (GRADIENT,)):
+            for view in parts_of(flat, home.piece, index):
+                view.zero_()
 
 
-def parts_of(flat: Flat, pieces: list[Tensor] | None, index: int) -> list[Tensor]:
-    """This rank's parts of parameter `index` in `pieces` (shards or reduced gradients)."""
-    if pieces is None:
-        return []
-    return [pieces[s.piece][s.offset : s.offset + s.numel] for s in flat.segments if s.index == index]
+def parts_of(flat: Flat, piece: int, index: int) -> list[Tensor]:
+    """Of parameter `index`, this rank's parts of the reduced gradient in one piece."""
+    return [part_of(flat, s) for s in flat.segments if s.index == index and s.piece == piece]

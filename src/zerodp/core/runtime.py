@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..config import Config
 from ..errors import ShardedError
+from ..offload.home import MASTER, walk
 from .arena import Arena
 from .comm import Comm
 from .control import Control, Kind
@@ -78,7 +79,7 @@ class Runtime:
         self.rearm: Callable[[], None]  # hangs lost gradient hooks again
         self.hooks: list[Any] = []  # handles that undo the module hooks
         self.optimizer: Any = None
-        self.asleep: Any = None  # what `zerodp.sleep` has put away
+        self.places: Any  # `offload.places`: which tier each piece rests in
         self.control = Control(self, comm, config.check)
         comm.last_event = self.last_event
 
@@ -108,7 +109,6 @@ class Runtime:
 
     def enter(self, module: nn.Module) -> bool:
         """A hooked module begins. True if this begins a pass, which is when inputs are cast."""
-        self.require_awake()
         self.end_failed()
         begins = not self.passes
         if begins:
@@ -165,7 +165,6 @@ class Runtime:
 
     def begin_backward(self, *_: Any) -> None:
         """Called by whatever autograd reaches first; may be called again."""
-        self.require_awake()
         self.end_failed()
         if self.passes and self.passes[-1].phase == "backward":
             return
@@ -253,7 +252,8 @@ class Runtime:
         self.control.post(Kind.BACKWARD, current)
 
     def end_failed(self) -> None:
-        """End a backward pass that an exception has ended; the other ranks may still expect its launches."""
+        """What begins with every use: end a backward pass that an exception has ended; the other ranks may still expect its launches."""
+        self.lending.require_awake()
         if self.passes and self.passes[-1].failed:
             self.end_backward()
 
@@ -262,24 +262,20 @@ class Runtime:
         Raises:
             ShardedError: a forward or backward pass is under way, or the model is asleep.
         """
-        self.require_awake()
         self.end_failed()
+        self.look()
         if self.passes:
             raise ShardedError(f"{what} inside a forward or backward pass: parameters are gathered on use there")
 
-    def require_awake(self) -> None:
-        """
-        Raises:
-            ShardedError: `zerodp.sleep` has put the model's values away.
-        """
-        if self.asleep is not None:
-            raise ShardedError(self.asleep.message)
-
     # ---- demand, launch, release
+
+    def look(self) -> None:
+        """Somebody looks at masters or states: an update that runs beside training ends first."""
+        self.places.delay.end()
 
     def fault(self, where: Where, use: str) -> None:
         """A hidden parameter is used: bring its unit here, or say why not."""
-        self.require_awake()
+        self.lending.require_awake()
         unit = where.flat.unit
         if self.passes:
             self.demand(unit)
@@ -371,6 +367,14 @@ class Runtime:
     def stepped(self) -> None:
         self.refresh()
         self.event("step", None)
+
+    def changed(self) -> None:
+        """The masters have other values, on all ranks: forward computes with these from here on."""
+        for home in walk((h for flat in self.flats() for h in flat.homes if not h.source.is_master), (MASTER,)):
+            home.source.publish()
+        for flat in self.flats():
+            flat.stale = True
+        self.refresh()
 
     def refresh(self) -> None:
         """The shards have new values: what was gathered is old, and whole parameters are fetched at once, in order."""

@@ -1,7 +1,8 @@
 """What travels together: a `Unit` is a page of parameters, one `Flat` buffer per dtype and trainability.
 
-A flat owns its storage (master shard, gathered memory, gradient bucket, reduced gradient) and the moves between them that
-concern one rank: launch the gather, show, hide, free. When a page comes or goes is decided elsewhere.
+A flat owns its storage (masters, gathered memory, gradient bucket, reduced gradient) and the moves between them that
+concern one rank: launch the gather, show, hide, free. When a page comes or goes is decided elsewhere, and where masters and
+reduced gradients rest is known to the homes of its pieces only (see `offload.home`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .parameter import Where, placeholder, twin
 from .stages import Residency
 
 if TYPE_CHECKING:
+    from ..offload.home import Home
     from .runtime import Runtime
 
 
@@ -69,12 +71,12 @@ class Flat:
             (one.size, one.strides, offset) for one, offset in zip(self.locals, self.layout.offsets, strict=True)
         ]
         self.key = _keys.setdefault((self.layout, tuple(self.shapes)), len(_keys))
-        # With one rank to a shard and nothing to cast, the master is already the whole page.
-        self.pages = residency.shards_parameters and not (self.group.size == 1 and self.param_dtype == self.shard_dtype)
+        self.homes: list[Home] = []  # of each piece; see `settle`
+        self.pages = residency.shards_parameters
         self.segments: list[Segment] = self.layout.segments(self.group.rank)
         self.unit: Unit
         self.full: Cut | None = None  # where parameters stay whole
-        self.shard: list[Tensor] = []  # this rank's part of each piece, in shard_dtype
+        self.master: list[Tensor] = []  # this rank's part of each piece, in shard_dtype; what the optimizer updates
         self.slot: Slot | None = None  # where the page is, while it is here
         self.handles: list[Handle] = []
         self.stale = False  # the shards were stepped since the last gather
@@ -96,8 +98,15 @@ class Flat:
 
     # ---- set-up
 
+    def settle(self, homes: list[Home]) -> None:
+        """Where this rank's part of each piece will rest."""
+        self.homes = homes
+        # With one rank to a shard, what gathers would copy from is already the whole page, if it is here and needs no cast.
+        whole = self.group.size == 1 and all(home.source.is_page for home in homes)
+        self.pages = self.residency.shards_parameters and not whole
+
     def fill(self, arena: Arena, comm: Comm, values: Sequence[Tensor]) -> None:
-        """Take rank 0's `values` of the parameters, keep this rank's shard, and hide the parameters."""
+        """Take rank 0's `values` of the parameters, keep this rank's part, and hide the parameters."""
         dtype, numel = self.shard_dtype, self.layout.padded_numel
         stays = not self.pages
         slot = None
@@ -110,17 +119,15 @@ class Flat:
         for value, one, (size, stride, offset) in zip(values, self.locals, self.shapes, strict=True):
             whole.as_strided(size, stride, offset).copy_(one.part(value, comm, self.unit.name))
         self.agree(whole, comm)
+        values_here = self.cut(whole)
         if slot is None:
-            self.full = self.cut(whole)
-            self.shard = [parts[self.group.rank] for parts in self.full.parts]
-        else:
-            kind = "parameters" if dtype == self.param_dtype else "master"
-            shard = arena.allocate(self.layout.shard_numel, dtype, kind)
-            self.shard = self._divided(shard)
-            for mine, parts in zip(self.shard, self.cut(whole).parts, strict=True):
-                mine.copy_(parts[self.group.rank])
-            if stays:
-                self.full = self.cut(arena.allocate(numel, self.param_dtype, "parameters").copy_(whole))
+            self.full = values_here
+        elif stays:
+            self.full = self.cut(arena.allocate(numel, self.param_dtype, "parameters").copy_(whole))
+        self.master = [
+            home.take(parts[self.group.rank]) for home, parts in zip(self.homes, values_here.parts, strict=True)
+        ]
+        if slot is not None:
             arena.give(slot, done=True)  # the backend's thread may let go of what it sent a moment later
         if not self.residency.shards_gradients and self.trains:
             self.keep_gradients(arena)
@@ -141,14 +148,11 @@ class Flat:
                 if not one.split:
                     comm.broadcast(whole[offset : offset + one.size.numel()], name, mesh.tensor)
 
-    def widen_shard(self, arena: Arena, dtype: torch.dtype) -> None:
+    def widen_shard(self, dtype: torch.dtype) -> None:
         """From here on this rank's part rests in `dtype`."""
-        if self.full is None:
-            arena.release(sum(piece.nbytes for piece in self.shard), "parameters")
-        wide = self._divided(arena.allocate(self.layout.shard_numel, dtype, "master"))
-        for new, old in zip(wide, self.shard, strict=True):
-            new.copy_(old)
-        self.shard, self.shard_dtype = wide, dtype
+        self.shard_dtype = dtype
+        for home in self.homes:
+            home.widen()
 
     def keep_gradients(self, arena: Arena) -> None:
         if self.persistent is None:
@@ -180,13 +184,11 @@ class Flat:
         self.handles = self.gather_into(page, comm)
         self.stale = False
 
-    def gather_into(self, out: Cut, comm: Comm) -> list[Handle]:
-        """Start gathering all ranks' shards into `out`, cast to its dtype."""
+    def gather_into(self, out: Cut, comm: Comm, masters: bool = False) -> list[Handle]:
+        """Start gathering all ranks' parts into `out`, cast to its dtype: the masters, or what forward computes with."""
         handles = []
-        for piece, parts, mine in zip(out.pieces, out.parts, self.shard, strict=True):
-            own = parts[self.group.rank]
-            if not same_memory(own, mine):
-                own.copy_(mine)
+        for home, piece, parts in zip(self.homes, out.pieces, out.parts, strict=True):
+            (home.read if masters else home.source.fetch)(parts[self.group.rank])
             if self.group.size > 1:
                 handles.append(comm.all_gather(piece, self.group, self.unit.name, parts))
         return handles
@@ -275,7 +277,9 @@ class Flat:
 
     def grad_storage(self, arena: Arena, promoted: bool) -> list[Tensor]:
         """Where the first reduced gradient after zero_grad goes; one that was added up in fp32 is not rounded again."""
-        if self.persistent is not None and (not promoted or self.grad_dtype == self.param_dtype):
+        if self.persistent is None:
+            return [home.new_gradient() for home in self.homes]
+        if not promoted or self.grad_dtype == self.param_dtype:
             return [parts[self.group.rank] for parts in self.persistent.parts]
         return self._grad_memory(arena, self.grad_dtype)
 
@@ -292,6 +296,9 @@ class Flat:
         return self.persistent is not None and same_memory(grad[0], self.persistent.parts[0][self.group.rank])
 
     def clear_grad(self, arena: Arena) -> None:
+        if self.grad is not None and self.persistent is None:
+            for home in self.homes:
+                home.drop_gradient()
         self.grad = None
         slot, self.grad_slot = self.grad_slot, None
         if slot is not None:
@@ -308,6 +315,7 @@ class Unit:
         for flat in flats:
             flat.unit = self
         self.pages = any(flat.pages for flat in flats)
+        self.far = [home.source for flat in flats if flat.pages for home in flat.homes if home.source.is_far]
         self.gathered_bytes = sum(f.layout.padded_numel * f.param_dtype.itemsize for f in flats if f.pages)
         self.present = not self.pages  # its values are here or under way
         self.visible = False

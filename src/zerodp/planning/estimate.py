@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..config import Config
+from ..config import Config, Offload
 from ..core.layout import build
 from ..core.stages import STAGES, Residency
 from ..core.wrap import ROOT
@@ -75,7 +75,9 @@ def place(model: Model, unit: UnitSpec, setup: Setup, stage: Stage, rank: int = 
     residency = residency_of(unit, stage)
     data_ranks = setup.shard_ranks * setup.replicate
     ranks, replicas = (setup.shard_ranks, setup.replicate) if residency.shards_optimizer else (1, data_ranks)
-    bucket = Config(bucket_bytes=setup.bucket_bytes).bucket_bytes_on("gloo" if setup.exact else "nccl")
+    offload = Offload(optimizer=setup.offload_optimizer, params=setup.offload_params)
+    config = Config(bucket_bytes=setup.bucket_bytes, offload=offload)
+    bucket = config.bucket_bytes_on("gloo" if setup.exact else "nccl", ranks)
     for flat in unit.flats:
         if model.exact:
             numels = [int(numel) for numel in flat.numels]
@@ -136,6 +138,7 @@ def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str
                 setup.exact,
                 setup.accumulate > 1,
                 opened if name != ROOT and place == 0 else 0,
+                f.owned,
             )
             one["unsharded"] += found["unsharded"]
             one["buckets"] += found["buckets"] if f.spec.trains else 0

@@ -14,9 +14,9 @@ from .closed.device import INPUTS, device
 from .closed.symbols import javascript
 from .estimate import KINDS
 from .models import Model
+from .picture import duration, of_timeline
 from .plan import Plan
 from .setup import Setup
-from .timeline.picture import duration, of_timeline
 
 
 def formulas() -> str:

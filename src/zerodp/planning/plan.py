@@ -19,11 +19,11 @@ from .estimate import KINDS, Estimate, amount, estimate
 from .gpt import gpt_step
 from .huggingface import of_config
 from .models import CUTS, MOST, Model, Shape, Trace, of_count, of_module, of_shape, short
+from .picture import duration
 from .recommend import Recommendation, most_that_fit, recommend
 from .setup import Setup
 from .simulated import Simulation
 from .simulated import simulate as _simulate
-from .timeline.picture import duration
 from .timeline.predict import predict
 from .timeline.simulate import Timeline
 from .traced import Step, trace
@@ -128,6 +128,7 @@ class Plan:
             "reason": self.reason,
             "remedies": list(self.recommendation.remedies),
             "assumptions": list(self.assumptions),
+            "links": self.setup.links.name if self.setup.links is not None else None,
         }
 
     def _stage(self, one: Estimate) -> dict[str, Any]:

@@ -37,6 +37,11 @@ FLOPS: dict[Any, Callable[..., int]] = {  # what torch's own table lacks
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 
+# Bytes that a kernel takes while it runs. On the CPU oneDNN brings operands of a convolution into a layout of its own.
+WORKSPACE: dict[Any, Callable[..., int]] = {
+    aten.convolution_backward: lambda grad, given, weight, *_, **__: int(grad.nbytes + given.nbytes + weight.nbytes),
+}
+
 
 class Place(NamedTuple):
     """Where in a step: phase is forward, backward or step."""
@@ -123,9 +128,10 @@ class Recorder(TorchDispatchMode):
 
     # ---- memory
 
-    def sample(self) -> None:
-        self.live_peak = max(self.live_peak, self.live_bytes)
-        total = self.live_bytes + self.outside()
+    def sample(self, passing: int = 0) -> None:
+        """Look at what there is now, and `passing` bytes besides."""
+        self.live_peak = max(self.live_peak, self.live_bytes + passing)
+        total = self.live_bytes + passing + self.outside()
         if total > self.peak.nbytes:
             self.peak = Peak(total, self.place())
 
@@ -167,6 +173,8 @@ class Recorder(TorchDispatchMode):
         if formula is not None:
             self.flops[self.place()] += formula(*args, **kwargs, out_val=out)
         self._note(out, args, kwargs)
+        if packet in WORKSPACE:
+            self.sample(WORKSPACE[packet](*args, **kwargs))
         return out
 
     def _note(self, out: Any, args: Any, kwargs: Any) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import PRECISIONS, Config, Precision, bytes_of, number, unknown, whole
+from ..checks import bytes_of, number, unknown, whole
+from ..config import PRECISIONS, Config, Precision
 from ..errors import ConfigError
 from .closed.states import MOMENTS, BytesPolicy, policy
 from .timeline.machine import machine_of

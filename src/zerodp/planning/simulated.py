@@ -103,7 +103,7 @@ def simulate(step: Step, setup: Setup, stage: int, rank: int = 0) -> Simulation:
         precision=_without_scale(setup.precision),
         prefetch=setup.prefetch,
         unsharded_bytes=setup.unsharded_bytes,
-        bucket_bytes=setup.bucket_bytes or Config().bucket_bytes_on("gloo" if setup.exact else "nccl"),
+        bucket_bytes=setup.bucket_bytes or Config().bucket_bytes_on("gloo" if setup.exact else "nccl", 1),
     )
     twin, mode = copied(step.model, setup.checkpointing == "full"), new_mode()
     plain = _optimizer(setup.optimizer, list(twin.parameters()))

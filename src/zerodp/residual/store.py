@@ -55,7 +55,9 @@ class Saved:
     def bring(self) -> None:
         """Start moving this rank's part to the device."""
         if self.slot is None:
-            self.slot = self.store.arena.take(self.part_numel * self.ranks, self.dtype, "unsharded", self.label)
+            numel = self.part_numel * self.ranks
+            # Its size follows the sequence, as that of what rests does; pages and buckets have the same sizes in every step.
+            self.slot = self.store.arena.take(numel, self.dtype, "unsharded", self.label, near=KIND)
             self.transfer = self.tier.fetch(self.ticket, self.slot.tensor[self.mine.start : self.mine.stop])
 
     def take(self) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from ..config import whole
+from ..checks import whole
 from ..core.module import ShardedModule
 from ..errors import ConfigError
 

@@ -96,6 +96,14 @@ class DiskTier:
         self.fetched_bytes = self.written_bytes = 0
         self._end = weakref.finalize(self, _close, self.readers, self.writers, self.file)
 
+    def claim(self, nbytes: int) -> None:
+        """Make the file so large that tensors of so many bytes, in whole blocks, find room in it later.
+
+        Raises:
+            StorageError: the file system has no room for them.
+        """
+        self.file.release(self.file.reserve(aligned(nbytes)), aligned(nbytes))
+
     def put(self, tensor: Tensor, kind: str, label: str = "") -> Page:
         self._settle()
         page = self._page(tensor.numel(), tensor.dtype, kind, label)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import disk, links
+from . import disk, links, tune
 
-MEASUREMENTS = (links, disk)
+MEASUREMENTS = (links, disk, tune)

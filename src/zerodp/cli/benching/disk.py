@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from ...config import PRECISIONS, bytes_of
+from ...checks import bytes_of
+from ...config import PRECISIONS
 from ...errors import ConfigError, StorageError
 from ...planning.closed.states import MASTER_BYTES, MOMENT_BYTES, MOMENTS
 from ...planning.estimate import amount

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,28 +65,43 @@ def on_ranks(task: str, arguments: argparse.Namespace, settings: dict[str, Any])
         return json.loads(result.read_text())
 
 
-def call(task: str, device_name: str, threads: int, settings: dict[str, Any]) -> Any:
-    """Run the task as the rank that the environment says; a collective."""
+def call(
+    task: str,
+    device_name: str,
+    threads: int,
+    settings: dict[str, Any],
+    failed: Callable[[Exception], None] = lambda error: None,
+) -> Any:
+    """Run the task as the rank that the environment says; a collective. `failed` learns of an error before the other ranks can."""
     module, function = task.rsplit(".", 1)
     torch.set_num_threads(threads)
     device = choose_device(device_name)
     with process_group(device):
-        found = getattr(importlib.import_module(f".{module}", __package__), function)(device, settings)
+        try:
+            found = getattr(importlib.import_module(f".{module}", __package__), function)(device, settings)
+        except Exception as error:
+            failed(error)
+            raise
         return found if dist.get_rank() == 0 else None
 
 
 def serve(task: str, given: str, result: str) -> None:
-    """A local rank: rank 0 leaves what it found in the file `result`."""
-    found = call(task, *json.loads(given))
-    if os.environ["RANK"] == "0":
-        Path(result).write_text(json.dumps(found))
+    """A local rank: rank 0 leaves what it found in the file `result`, and a rank that fails says why in a file beside it."""
+    rank, path = os.environ["RANK"], Path(result)
+
+    def failed(error: Exception) -> None:
+        path.with_name(f"rank{rank}.error").write_text(f"{type(error).__name__}: {error}")
+
+    found = call(task, *json.loads(given), failed)
+    if rank == "0":
+        path.write_text(json.dumps(found))
 
 
 def _start(ranks: int, threads: int, arguments: list[str], folder: Path) -> None:
     """Local ranks, to their end.
 
     Raises:
-        UsageError: one failed; the message is its last line.
+        UsageError: one failed; the message is the first one's error.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", __package__, *arguments]
@@ -94,12 +109,17 @@ def _start(ranks: int, threads: int, arguments: list[str], folder: Path) -> None
         while (statuses := [worker.poll() for worker in workers]).count(0) < ranks:
             if any(status not in (0, None) for status in statuses):
                 time.sleep(SETTLE)
-                failed = [rank for rank, worker in enumerate(workers) if worker.poll() not in (0, None)]
-                logs = {rank: (folder / f"rank{rank}.log").read_text(errors="replace").strip() for rank in failed}
-                first = min(failed, key=lambda rank: (folder / f"rank{rank}.log").stat().st_mtime)
-                lines = logs[first].splitlines()
-                raise UsageError(f"rank {first} failed: {lines[-1] if lines else f'status {statuses[first]}'}")
+                raise UsageError(_account(folder, [worker.poll() for worker in workers]))
             time.sleep(POLL)
+
+
+def _account(folder: Path, statuses: list[int | None]) -> str:
+    """What became of the rank that failed first: it said so itself, or its log does."""
+    failed = [rank for rank, status in enumerate(statuses) if status not in (0, None)]
+    told = [path for rank in range(len(statuses)) if (path := folder / f"rank{rank}.error").exists()]
+    path = min(told or [folder / f"rank{rank}.log" for rank in failed], key=lambda path: path.stat().st_mtime_ns)
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return f"{path.stem} failed: {lines[-1] if lines else 'it ended without a word'}".replace("rank", "rank ", 1)
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ def _one_step(settings: Settings, stage: int, device: torch.device) -> tuple[int
     precision = dataclasses.replace(
         PRECISIONS[settings.precision], loss_scale=1.0
     )  # so that fp16 does not skip the step
-    model, optimizer = build(settings, device, stage=stage, precision=precision)
+    model, optimizer = build(settings, device, stage=stage, precision=precision, offload=None)
     stats = zerodp.stats(model)
     stats.reset()
     tokens = torch.arange(settings.context + 1, device=device).remainder(VOCABULARY)[None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,28 @@ def write_stages(folder: Path, rows: list[Row], settings: Settings) -> None:
 
 
 def write(
-    folder: Path, records: list[dict[str, Any]], rows: list[Row], settings: Settings, loss: float | None, sample: bytes
+    folder: Path,
+    records: list[dict[str, Any]],
+    rows: list[Row],
+    settings: Settings,
+    loss: float | None,
+    sample: bytes,
+    said: Sequence[str] = (),
+    pages: Sequence[Path] = (),
 ) -> str:
-    """The pictures and the report of a run that has ended. The result is the report's text."""
+    """The pictures and the report of a run that has ended, with what else is `said`. The result is the report's text, which names
+    `pages` too."""
     step = records[-1]["step"] if records else 0
     outcome = f"{step} of {settings.steps} steps in {clock(records[-1]['seconds'])}" if records else "no steps"
     if loss is not None:
         outcome += f", validation loss {loss:.3f} nats per byte"
-    parts = [outcome, stage_table(rows, settings), "Sample:\n" + sample.decode(errors="replace")]
+    parts = [outcome, stage_table(rows, settings), *said, "Sample:\n" + sample.decode(errors="replace")]
     pictures = draw(folder, records)
     if step < settings.steps:
         parts.append(f"Go on with: zerodp train --resume {folder}")
     text = "\n\n".join(parts)
     replace_file(folder / REPORT, f"{text}\n".encode())
-    names = [LOG, STAGES, REPORT, *(path.name for path in pictures)]
+    names = [LOG, STAGES, REPORT, *(path.name for path in (*pages, *pictures))]
     return f"\n{text}\n\nIn {folder}: {', '.join(names)}"
 
 

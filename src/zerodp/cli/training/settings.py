@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...config import Offload
+from ...errors import ConfigError
 from ..parser import UsageError
 
 FILE = "run.json"
@@ -31,6 +33,8 @@ class Settings:
     seed: int = 0
     stage: int = 3
     precision: str = "fp32"
+    offload: str = "device"
+    delayed_update: int | None = None
     ranks: int = 2
     threads: int = 1
     device: str = "auto"
@@ -38,6 +42,17 @@ class Settings:
     save_every: int = 100
     sample: int = 200
     step_windows: int | None = None  # of a run that goes on with another number of ranks: as many as before
+
+    def places(self) -> Offload:
+        """Where model states rest.
+
+        Raises:
+            UsageError: a delayed update without the host to make it.
+        """
+        try:
+            return Offload(optimizer=self.offload, delayed_update=self.delayed_update or False)
+        except ConfigError as error:
+            raise UsageError(f"--offload, --delayed-update: {error}") from None
 
     @property
     def windows(self) -> int:

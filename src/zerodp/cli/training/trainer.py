@@ -57,8 +57,13 @@ def build(settings: Settings, device: torch.device, **options: object) -> tuple[
     others = [p for p in model.parameters() if p.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    choices: dict[str, Any] = {"stage": settings.stage, "precision": settings.precision, "device": device, **options}
-    return zerodp.shard(model, optimizer, **choices)
+    choices: dict[str, Any] = {
+        "stage": settings.stage,
+        "precision": settings.precision,
+        "offload": settings.places(),
+        "device": device,
+    }
+    return zerodp.shard(model, optimizer, **{**choices, **options})
 
 
 def learning_rate(settings: Settings, step: int) -> float:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import zerodp
 
 from ..parser import UsageError
-from . import ledger, report
+from . import forecast, ledger, report
 from .panel import display
 from .settings import Settings
 from .stopping import StopRequest
@@ -90,6 +90,8 @@ class _Run:
         first = self.progress["step"]
         room = int(self.trainer.exchange([ledger.room(self.trainer.device)]).min())
         rows = ledger.measure(self.settings, self.trainer.device, room)
+        measured = rows[self.settings.stage].measured_bytes is not None
+        found = forecast.forecast(self.settings, self.corpus, self.trainer.device, dist.get_rank(), measured)
         self.trainer.begin(**self.progress)
         if self.shows:
             report.write_stages(self.folder, rows, self.settings)
@@ -98,12 +100,17 @@ class _Run:
                 stop = self._train([log.add, show])
         else:
             stop = self._train([])
+        memory = self.trainer.stats.memory  # before text is made, which gathers all there is
         if self.trainer.step > first:
             self._save()
         loss = self.trainer.validate(FINAL_WINDOWS) if stop <= Stop.TIME else None
         sample = self._sample()
         if self.shows:
-            print(report.write(self.folder, log.records, rows, self.settings, loss, sample), flush=True)
+            tokens = self.settings.windows * self.settings.context
+            lines = forecast.compare(found, log.records, memory, tokens)
+            pages = forecast.write(self.folder, found, lines, log.records)
+            said = [forecast.text(lines)]
+            print(report.write(self.folder, log.records, rows, self.settings, loss, sample, said, pages), flush=True)
         return 0 if stop <= Stop.TIME else 128 + stop
 
     def _train(self, observers: list[Callable[[Record], None]]) -> int:

@@ -153,13 +153,14 @@ def in_use(
     exact: Number,
     accumulates: Number = False,
     opened: Number = 0,
+    owned: Number = None,
 ) -> dict[str, Number]:
     """Bytes at work during a pass: gathered pages, and gradient buckets with what they are received into and summed in.
 
     numel: elements of the largest unit; root: of the root unit, which may be in use besides; pages: units gathered at one
-    time; ranks: of the shard group; opened: bytes of the root's bucket, which is open all the while; exact: sums of received
-    parts in rank order. One unit's gradients are on their way while the next one's bucket fills; beside pages they have arrived
-    before that one is sent.
+    time; ranks: of the shard group; opened: bytes of the root's bucket, which is open all the while; owned: elements of its
+    parameters that this rank steps on, None for an equal part; exact: sums of received parts in rank order. One unit's gradients
+    are on their way while the next one's bucket fills; beside pages they have arrived before that one is sent.
     """
     bucket, low = numel * size.compute, differs(size.compute, size.rest)
     lands = choose(residency.shards_gradients, choose(differs(size.gradient, size.compute), 0, 1), 0)
@@ -171,7 +172,7 @@ def in_use(
     reducing = choose(residency.shards_gradients, 2 * bucket, 0) + ways + sums + opened
     # The optimizer steps on gradients in the master's dtype: others are cast for one unit at a time.
     stored = choose(residency.shards_gradients, size.gradient, choose(accumulates, ACCUMULATED_BYTES, size.compute))
-    stepping = choose(differs(stored, size.rest), numel / ranks * size.rest, 0)
+    stepping = choose(differs(stored, size.rest), (numel / ranks if owned is None else owned) * size.rest, 0)
     return {
         "unsharded": choose(residency.shards_parameters, pages * bucket + root * size.compute, 0),
         "buckets": most(reducing, stepping),

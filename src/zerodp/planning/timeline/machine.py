@@ -198,7 +198,7 @@ def machine_of(given: Machine | str | os.PathLike[str]) -> Machine:
 
 def _gpu_node(name: str, peak: float, memory: float, inside: float, across: float, devices: int) -> Machine:
     """A node of GPUs from its makers' figures: half the peak with large operations, a tenth with small ones, NCCL's usual latencies."""
-    curve = ((1e8, 0.04), (1e9, 0.12), (1e10, 0.28), (1e11, 0.44), (1e12, 0.54))
+    curve = ((1e8, 0.04), (1e9, 0.12), (1e10, 0.26), (1e11, 0.40), (1e12, 0.50))
     return Machine(
         name,
         tuple((work, part * peak) for work, part in curve),

@@ -15,9 +15,9 @@ from .program import Wires, program
 from .rehearsal import Moment, Part, rehearse
 from .simulate import Timeline, timeline
 
-# Of a block: its four linear layers, and the two products of attention. The last linear layer, whose gradients come first in the
-# backward, is a third of it all.
-OPERATIONS, FIRST_GRADIENTS = 6, 1 / 3
+# Of a block: its four linear layers, and the two products of attention. Half of its gradients are those of the two layers behind
+# attention, which are two thirds of the computing.
+OPERATIONS, HALF = 6, 2 / 3
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ def _seconds(
     if not unit:
         return 0.0
     own, flats = work[unit], placed[unit]
+    copies = machine.memory_seconds(sum(2 * f.whole * f.spec.compute for f in flats if f.spec.trains))  # to the bucket
+    halves = unit != ROOT and any(f.residency.shards_parameters and f.spec.trains for f in flats)
     if kind == "gather" and any(f.residency.shards_parameters for f in flats):  # the shard into its place of the page
         return machine.memory_seconds(sum(f.shard * (f.spec.rest + f.spec.compute) for f in flats))
     if kind == "use" and phase == "forward":
@@ -106,13 +108,11 @@ def _seconds(
     if kind == "head":
         return own.head
     if kind == "backward":
-        return 2 * own.head if unit == ROOT else own.again + FIRST_GRADIENTS * own.backward
-    if kind == "tail":
-        return own.backward
-    if kind == "bucket":
-        copies = machine.memory_seconds(sum(2 * f.whole * f.spec.compute for f in flats if f.spec.trains))
-        return copies + (0.0 if unit == ROOT else (1 - FIRST_GRADIENTS) * own.backward)
-    return 0.0
+        backward = 2 * own.head if unit == ROOT else own.backward + copies
+        return own.again + backward * (HALF if halves else 1)
+    if kind == "rest" and halves:
+        return (1 - HALF) * (own.backward + copies)
+    return own.backward + copies if kind == "tail" else 0.0
 
 
 def optimizer_seconds(flats: list[Placed], machine: Machine, setup: Setup) -> float:
@@ -139,10 +139,7 @@ def wires_of(model: Model, placed: Mapping[str, list[Placed]], setup: Setup, mac
             sums[name] = machine.memory_seconds(
                 sum(times * f.whole * f.spec.gradient for times, f in zip(added, reducing, strict=True))
             )
-    drains = frozenset(
-        name for name, flats in placed.items() if machine.pairwise and any(f.residency.shards_gradients for f in flats)
-    )
-    return Wires(gathers, reduces, sums, drains, _tensor(model, setup, machine), machine.message_seconds)
+    return Wires(gathers, reduces, sums, _tensor(model, setup, machine), machine.message_seconds)
 
 
 def _transfer(machine: Machine, op: str, flat: Placed, element: float, setup: Setup) -> Transfer:
@@ -157,7 +154,7 @@ def _reduction(machine: Machine, flat: Placed, setup: Setup) -> Transfer:
     if flat.replicas > 1:
         sent = 2 * flat.shard * element_bytes("all_reduce", flat, setup) * (flat.replicas - 1) / flat.replicas
         stride = setup.tensor_parallel * flat.ranks
-        found.append(machine.transfer("all_reduce", flat.replicas, stride, sent, flat.pieces))
+        found.append(machine.transfer("all_reduce", flat.replicas, stride, sent, 2 * flat.pieces))
     return together(found)
 
 
@@ -172,5 +169,5 @@ def _tensor(model: Model, setup: Setup, machine: Machine) -> dict[tuple[str, str
         if unit.name != ROOT:
             found["use", unit.name, "forward"] = machine.transfer("all_reduce", ranks, 1, 2 * sent, 2)
             times = 4 if setup.checkpointing == "full" else 2
-            found["bucket", unit.name, "backward"] = machine.transfer("all_reduce", ranks, 1, times * sent, times)
+            found["reduce", unit.name, "backward"] = machine.transfer("all_reduce", ranks, 1, times * sent, times)
     return found

@@ -19,15 +19,13 @@ REPEATS = 3  # steps until what one leaves under way is what it found
 class Wires:
     """What the events of a step send, by unit; a unit that is not there sends nothing.
 
-    sums: seconds of adding up a reduction that has arrived; drains: units whose first gradient waits for all reductions before;
-    tensor: what tensor parallel ranks send during a moment (kind, unit, phase), which waits for it; message: seconds of the ranks'
+    sums: seconds of adding up a reduction that has arrived; tensor: what tensor parallel ranks send during a moment (kind, unit, phase), which waits for it; message: seconds of the ranks'
     agreement before the optimizer's step.
     """
 
     gathers: Mapping[str, Transfer] = field(default_factory=dict)
     reduces: Mapping[str, Transfer] = field(default_factory=dict)
     sums: Mapping[str, float] = field(default_factory=dict)
-    drains: frozenset[str] = frozenset()
     tensor: Mapping[tuple[str, str, str], Transfer] = field(default_factory=dict)
     message: float = 0.0
 
@@ -48,12 +46,11 @@ class _Program:
             self.gathers[unit] = self._launch(GATHER, self.wires.gathers[unit], unit, phase)
         elif kind == "use" and unit in self.gathers:
             self.made.append(Wait(self.gathers.pop(unit)))
-        elif kind == "bucket" and unit in self.wires.drains:
-            self._advance(0)
         elif kind == "reduce" and unit in self.wires.reduces:
             self.reduces.append((self._launch(REDUCE, self.wires.reduces[unit], unit, phase), unit))
-        elif kind == "update":
+        elif kind == "drain":
             self._advance(0)
+        elif kind == "update":
             seconds += self.wires.message
         self._work(seconds, unit, phase)
         if kind == "reduce":

@@ -1,7 +1,7 @@
-"""A real model's step, taken apart: every event of its trace with what the training thread did after it, while the wire does nothing.
+"""A real model's step, taken apart: every event of its trace with what the training thread did after it, while the wire takes no time.
 
-What is left out, the simulator puts back: how long transfers take, and where the engine waits for them. The values of a model
-are worthless after a recording; take a twin of the one that is to be trained.
+Each transfer is awaited where it is launched, and the clock stands still meanwhile. What is left out, the simulator puts back: how
+long transfers take, and where the engine waits for them. A recorded step is a step: it trains its model.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...core.access import runtime_of
-from ...core.comm import GATHER, REDUCE, Comm, Handle
-from ...core.control import Kind
-from ...core.mesh import Group
+from ...core.comm import Handle
 from ...core.runtime import Runtime
 from ...core.unit import Flat
 from .machine import Machine, Transfer, together
@@ -32,35 +30,57 @@ STEPS = 5
 
 
 class _Clock(deque[tuple[str, str, str]]):
-    """A trace that knows when its events came."""
+    """A trace that knows when its events came, by a clock that can stand still."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.device = device
         self.times: list[float] = []
+        self.stood = 0.0
+
+    def now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - self.stood
 
     def append(self, event: tuple[str, str, str]) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(self.now())
         super().append(event)
 
+    def step(self) -> tuple[list[tuple[str, str, str]], list[float]]:
+        """(the events since the last call, when they came and when this call did)."""
+        found = list(self), [*self.times, self.now()]
+        self.clear()
+        self.times.clear()
+        return found
 
-def record(model: nn.Module, step: Callable[[], Any], steps: int = STEPS) -> list[Moment]:
-    """The moments of one step in the steady state, from several, after two with the wire (a collective).
+    def stands(self, launch: Callable[..., Handle]) -> Callable[..., Handle]:
+        """`launch` and the wait for it, in no time."""
+
+        def launched(*given: Any, **named: Any) -> Handle:
+            began = self.now()
+            handle = launch(*given, **named)
+            handle.wait()
+            self.stood += self.now() - began
+            return handle
+
+        return launched
+
+
+def record(model: nn.Module, step: Callable[[], Any], steps: int = STEPS, warmup: int = 2) -> list[Moment]:
+    """The moments of one step in the steady state, from several, after `warmup` others (a collective).
 
     step: one whole step of the sharded `model`: its passes, the optimizer's step and `zero_grad`.
     """
     runtime = runtime_of(model)
-    for _ in range(2):
+    for _ in range(warmup):
         step()
-    clock, before = _Clock(), runtime.trace
-    recorded = []
-    with _without_wire(runtime.comm), _more_events(runtime, clock):
-        for _ in range(steps + 1):
-            runtime.trace = clock
+    clock, before = _Clock(runtime.arena.device), runtime.trace
+    with _observed(runtime, clock):
+        recorded = []
+        for _ in range(steps + 1):  # the first one begins with what the step before left under way
             step()
-            _settle(runtime.arena.device)
-            recorded.append((list(clock), [*clock.times, time.perf_counter()]))
-            clock.clear()
-            clock.times.clear()
+            recorded.append(clock.step())
     runtime.trace = before
     return medians(recorded[1:])
 
@@ -75,57 +95,26 @@ def medians(recorded: Sequence[tuple[list[tuple[str, str, str]], list[float]]]) 
 
 
 @contextlib.contextmanager
-def _without_wire(comm: Comm) -> Iterator[None]:
-    """Collectives that send nothing: what was in their buffers stays there."""
+def _observed(runtime: Runtime, clock: _Clock) -> Iterator[None]:
+    """The trace on the clock, with "drain" where the engine waits for the reductions under way; transfers in no time."""
+    comm, reducer, drains = runtime.comm, runtime.reducer, runtime.reducer.drain
 
-    def all_gather(out: Tensor, group: Group, unit: str, *_: Any, **__: Any) -> Handle:
-        return Handle(comm, (), group, GATHER, unit)
+    def drain() -> None:
+        clock.append(("drain", "", runtime.phase))
+        drains()
 
-    def reduce_scatter(
-        bucket: Tensor, receive: list[Tensor], group: Group, unit: str, parts: Any = None, op: str = ""
-    ) -> Handle:
-        own = (bucket.view(group.size, -1).unbind() if parts is None else parts)[group.rank]
-        if group.size == 1 or not comm.exact:
-            found = [own] if group.size == 1 else receive
-        else:
-            found = [own if rank == group.rank else receive[0] for rank in range(group.size)]
-        return Handle(comm, (), group, REDUCE, unit, found)
-
-    comm.all_gather, comm.reduce_scatter = all_gather, reduce_scatter  # type: ignore[method-assign]
+    runtime.trace = clock
+    comm.all_gather, comm.reduce_scatter = clock.stands(comm.all_gather), clock.stands(comm.reduce_scatter)  # type: ignore[method-assign]
+    reducer.drain = drain  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del comm.all_gather, comm.reduce_scatter
-
-
-@contextlib.contextmanager
-def _more_events(runtime: Runtime, clock: _Clock) -> Iterator[None]:
-    """Beside the engine's own: "bucket" where a unit's first gradient comes, "update" where the ranks agree before a step."""
-    reducer, opens, settles = runtime.reducer, runtime.reducer._open, runtime.settle
-
-    def opened(flat: Flat) -> None:
-        clock.append(("bucket", flat.unit.name, runtime.phase))
-        opens(flat)
-
-    def settled(what: Kind) -> Tensor:
-        clock.append(("update", "", runtime.phase))
-        return settles(what)
-
-    reducer._open, runtime.settle = opened, settled  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del reducer._open, runtime.settle
-
-
-def _settle(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+        del comm.all_gather, comm.reduce_scatter, reducer.drain
 
 
 def wires_of(runtime: Runtime, machine: Machine) -> Wires:
     """What the units of a model send, from their layouts. Sums are in the recording; so are the ranks' small messages."""
-    gathers, reduces, drains = {}, {}, set()
+    gathers, reduces = {}, {}
     tensor = runtime.comm.mesh.tensor.size
     for unit in runtime.units:
         gathered = [
@@ -138,9 +127,7 @@ def wires_of(runtime: Runtime, machine: Machine) -> Wires:
         trained = [flat for flat in unit.flats if flat.trains and flat.group.size * flat.replicas.size > 1]
         if trained:
             reduces[unit.name] = together([_reduction(machine, runtime, flat, tensor) for flat in trained])
-        if runtime.comm.pairwise and any(flat.persistent is None for flat in trained):
-            drains.add(unit.name)
-    return Wires(gathers, reduces, drains=frozenset(drains))
+    return Wires(gathers, reduces)
 
 
 def _transfer(machine: Machine, op: str, flat: Flat, element: int, stride: int) -> Transfer:

@@ -1,17 +1,20 @@
 """The order of a step's events without a model: the engine's own pager, orders and cache, walked over units that hold nothing.
 
 The result is the trace that `zerodp.stats(model).trace` would show in the steady state, with a moment more for each thing that takes
-time: "backward" where a unit's backward begins, "bucket" where its first gradient comes, "update" where the optimizer begins.
+time: "backward" where a unit's backward begins and "rest" where its second half does, "head" and "tail" where the root's last part comes
+in forward and its first in backward, "drain" where reductions under way are waited for, "update" where the optimizer begins.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ...core.pager import Pager
+from ...core.reducer import IN_FLIGHT
 from ...core.schedule import Order, Pass, backward_order, forward_order
 from ...core.wrap import ROOT
 
@@ -44,7 +47,7 @@ class _Unit:
 
     flats = ()
     kept = visible = False
-    opened = holders = 0
+    opened = holders = expected = 0
 
     def __init__(self, part: Part, index: int, stage: Rehearsal) -> None:
         self.part, self.index, self.stage = part, index, stage
@@ -75,6 +78,23 @@ class _Unit:
         self.visible = False
 
 
+class _Reducer:
+    """Reductions that are launched and end when they are waited for."""
+
+    def __init__(self, stage: Rehearsal) -> None:
+        self.stage = stage
+        self.under_way: deque[_Unit] = deque()
+
+    def launch(self, unit: _Unit) -> None:
+        self.under_way.append(unit)
+        while len(self.under_way) > IN_FLIGHT:
+            self.under_way.popleft()
+
+    def drain(self) -> None:
+        self.stage.event("drain", None)
+        self.under_way.clear()
+
+
 class Rehearsal:
     """The runtime of units that hold nothing."""
 
@@ -87,7 +107,7 @@ class Rehearsal:
         self.moments: list[Moment] = []
         self.comm = SimpleNamespace(broken=None)
         self.control = SimpleNamespace(require=lambda *_: None)
-        self.reducer = SimpleNamespace(launch=lambda _: None)
+        self.reducer = _Reducer(self)
         self.arena = SimpleNamespace(drop_idle=lambda: None)
 
     def event(self, kind: str, unit: Any) -> None:
@@ -100,6 +120,7 @@ class Rehearsal:
         for _ in range(backwards):
             self._forward()
             self._backward()
+        self.reducer.drain()
         self.event("update", None)
         for unit in self.pager.cache.clear():
             self.pager.let_go(unit)
@@ -137,10 +158,13 @@ class Rehearsal:
         self.passes.append(current)
         for unit in self.units:
             unit.visible = unit.visible or not unit.pages
+            unit.expected = int(unit.trains)
         outer = [self.root] if self.root is not None else []
         for unit in (*outer, *(u for u in reversed(self.units) if u is not self.root)):
             self._demand(unit)
             self.event("backward", unit)
+            if unit in self.reducer.under_way:  # its first gradient needs the bucket
+                self.reducer.drain()
             if unit is not self.root:
                 self._gradients(unit, current)
         for unit in outer:
@@ -150,8 +174,10 @@ class Rehearsal:
 
     def _gradients(self, unit: _Unit, current: Pass) -> None:
         if unit.trains:
-            self.event("bucket", unit)
             current.arrived = True
+            if unit.pages:
+                self.pager.halfway(current)
+                self.event("rest", unit)
             self.pager.complete(unit, current)  # type: ignore[arg-type]
 
     def _demand(self, unit: _Unit) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-from .simulate import Timeline
+from .timeline.simulate import Timeline
 
 WIDTH, LEFT, ROW = 640, 70, 30
 COLOURS = {
