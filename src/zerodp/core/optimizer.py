@@ -35,7 +35,8 @@ class SegmentParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """Inside `step()` what the step was given; outside, this segment's part of the reduced gradient, live."""
-        self.engine.runtime.look()
+        if self.engine.runtime.places.delay.running is not None:
+            self.engine.runtime.look()
         given = grad_of(self)
         if given is not None:
             return given  # type: ignore[no-any-return]
