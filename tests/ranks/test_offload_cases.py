@@ -295,7 +295,9 @@ def test_grad_scaler() -> None:
             scaler.update()
             close("w", model.state_dict()["w"], 1 - 0.15 * X, 1e-6)
         else:
-            with pytest.raises(zerodp.ShardedError, match=r"gradient of unit '.*' rests on disk"):
+            with pytest.raises(
+                zerodp.ShardedError, match="GradScaler looks at all gradients at one time, and some rest on"
+            ):
                 scaler.step(optimizer)
 
 
