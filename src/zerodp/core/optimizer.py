@@ -256,7 +256,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def zero_grad(runtime: Runtime, set_to_none: bool, only: dict[Flat, set[int]] | None = None) -> None:
     """Of all parameters of the model, or of `only` these (flat -> indices), reduced or waiting."""
-    runtime.require_awake()
     runtime.end_failed()
     for flat in runtime.flats():
         chosen = set(range(len(flat.parameters))) if only is None else only.get(flat, set())
