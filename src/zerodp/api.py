@@ -371,5 +371,5 @@ def _give_optimizer_back(optimizer: Any, state: dict[str, Any]) -> None:
             if flat.names[index] in state["state"]:
                 full = state["state"][flat.names[index]]
                 optimizer.state[flat.parameters[index]] = optimizer_state.to_plain(
-                    full, flat.locals[index], engine.runtime.comm
+                    full, flat.locals[index], engine.runtime.comm, group, engine.runtime.arena.device
                 )
