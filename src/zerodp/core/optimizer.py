@@ -40,6 +40,7 @@ class SegmentParameter(nn.Parameter):
         if given is not None:
             return given  # type: ignore[no-any-return]
         self.engine.runtime.reducer.drain()
+        self.flat.homes[self.segment.piece].arrive()
         return None if self.flat.grad is None else norms.part(self.flat, self.segment)
 
     @grad.setter

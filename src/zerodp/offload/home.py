@@ -131,6 +131,9 @@ class Home:
         assert self.flat.grad is not None
         yield self.flat.grad[self.piece]
 
+    def arrive(self) -> None:
+        """Wait for gradients on their way, for somebody who looks at them without `walk`."""
+
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
         """Multiply all of it, or the parts of these segments."""
         assert self.flat.grad is not None
