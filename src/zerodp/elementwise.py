@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
-from .layout import ALIGN
-from .local import local_of
+from .core.layout import ALIGN
+from .core.local import local_of
+from .errors import ConfigError
 
 SHAPE = (4, ALIGN)  # of the matrix
 WHOLE = slice(0, 4 * ALIGN)
@@ -92,9 +92,7 @@ def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], cut: slice, 
 
 def _figures(kept: dict[str, Any]) -> dict[str, float]:
     single = (int, float)
-    return {
-        k: float(v) for k, v in kept.items() if isinstance(v, single) or (isinstance(v, Tensor) and v.numel() == 1)
-    }
+    return {k: float(v) for k, v in kept.items() if isinstance(v, single) or (isinstance(v, Tensor) and v.numel() == 1)}
 
 
 def _same(figures: dict[str, float], others: dict[str, float]) -> bool:
