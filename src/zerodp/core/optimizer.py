@@ -36,11 +36,13 @@ class SegmentParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """Inside `step()` what the step was given; outside, this segment's part of the reduced gradient, live."""
-        self.engine.runtime.look()
+        if self.engine.runtime.places.delay.running is not None:
+            self.engine.runtime.look()
         given = grad_of(self)
         if given is not None:
             return given  # type: ignore[no-any-return]
         self.engine.runtime.reducer.drain()
+        self.flat.homes[self.segment.piece].arrive()
         return None if self.flat.grad is None else norms.part(self.flat, self.segment)
 
     @grad.setter
@@ -245,6 +247,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
+            flats = (flat for flat in self._zerodp.runtime.flats() if flat.optimized)
+            if not all(home.live for flat in flats for home in flat.homes):
+                raise ShardedError(
+                    "torch.amp.GradScaler looks at all gradients at one time, and some rest on disk: use precision='fp16' with "
+                    "optimizer.backward(loss), which looks at them piece by piece"
+                )
             self._zerodp.grad_scaler = scaler
             if scaler._per_optimizer_states[id(self)]["stage"].name == "READY":
                 scaler.unscale_(self)

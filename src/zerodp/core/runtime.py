@@ -170,6 +170,7 @@ class Runtime:
         if self.passes and self.passes[-1].phase == "backward":
             return
         self.control.look()
+        self.reducer.drain()  # of the backward before, whose buckets the forward had the time to send
         synchronizes = self.synchronizes
         trains = tuple(unit.index for unit in self.units if unit.look())
         entered = tuple(dict.fromkeys(key for key, _ in self.forwards))

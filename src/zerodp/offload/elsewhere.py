@@ -157,6 +157,10 @@ class Elsewhere(Home):
             arena.give(slot)
         self.link.out += self.numel * self.flat.grad_dtype.itemsize
 
+    def arrive(self) -> None:
+        for ticket in self.tickets.values() if self.live else ():
+            self.tier.open(ticket).wait()
+
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
         self._claim_gradient()
         if self.live or not self.keeps_gradient:
@@ -196,9 +200,7 @@ class Elsewhere(Home):
         self.users += 1
         if GRADIENT in kinds:
             self._claim_gradient()
-        if self.live:
-            for ticket in self.tickets.values():
-                self.tier.open(ticket).wait()  # gradients may still be on their way
+        self.arrive()
         for name in self.tickets:
             if (name if name in LEDGER else STATES) in kinds and name not in self.opened:
                 self.opened[name] = self.tier.open(self.tickets[name])
