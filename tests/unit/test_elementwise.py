@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.ranks.test_optimizers import ELEMENTWISE, REFUSED
 from zerodp import ConfigError
-from zerodp.core.elementwise import check_elementwise, num_moments
+from zerodp.elementwise import check_elementwise, num_moments
 
 
 class Normalised(torch.optim.Optimizer):

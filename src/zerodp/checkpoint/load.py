@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.access import original_buffers, runtime_of
+from ..core.access import runtime_of
+from ..core.buffers import original_buffers
 from ..core.control import Kind
 from ..core.layout import Segment
 from ..core.optimizer import ShardedOptimizer

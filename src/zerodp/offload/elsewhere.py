@@ -188,6 +188,12 @@ class Elsewhere(Home):
         for factor, spans in self.factors:
             multiply(gradient, factor, spans)
 
+    def close(self) -> None:
+        super().close()
+        for name in list(self.tickets):
+            self._close(name, False)
+            self.tier.free(self.tickets.pop(name))
+
     # ---- what `walk` does
 
     def begin(self, kinds: tuple[str, ...]) -> None:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
-from .layout import ALIGN
-from .local import local_of
+from .core.layout import ALIGN
+from .core.local import local_of
+from .errors import ConfigError
 
 SHAPE = (4, ALIGN)  # of the matrix
 WHOLE = slice(0, 4 * ALIGN)
