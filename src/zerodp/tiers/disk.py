@@ -291,7 +291,7 @@ class DiskTier:
                 with contextlib.suppress(StorageError):  # whoever needs it reads it again, and hears of it then
                     self._finish(hinted)
                 self._rest(hinted)
-            else:
+            elif not self.host.reclaim():  # what copies to the device have read comes back when they end
                 break  # all of it is in use
         return self.host.reserve(page.size, torch.uint8, page.kind, page.label)
 
