@@ -5,6 +5,8 @@ What is read too early, or used again too early, is wrong then on every run.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +15,9 @@ import torch
 from torch import Tensor
 
 from zerodp.core.arena import Slot
+from zerodp.regions import ALIGN
 from zerodp.tiers import Transfer
 from zerodp.tiers.host import HostTier
-from zerodp.regions import ALIGN
 
 
 class Queue:
@@ -24,9 +26,11 @@ class Queue:
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], Any]] = deque()
         self.done = 0
+        self.lock = threading.RLock()  # the disk tier's threads wait for copies, too
 
     def record_event(self) -> Event:
-        return Event(self, self.done + len(self.waiting))
+        with self.lock:
+            return Event(self, self.done + len(self.waiting))
 
     def synchronize(self) -> None:
         self.record_event().synchronize()
@@ -40,9 +44,10 @@ class Event:
         return self.queue.done >= self.place
 
     def synchronize(self) -> None:
-        while not self.query():
-            self.queue.waiting.popleft()()
-            self.queue.done += 1
+        with self.queue.lock:
+            while not self.query():
+                self.queue.waiting.popleft()()
+                self.queue.done += 1
 
 
 class LateCopy:
@@ -51,6 +56,13 @@ class LateCopy:
 
     def wait(self) -> None:
         self.event.synchronize()
+
+    def launched(self) -> Transfer:
+        return self
+
+    def behind(self) -> Any:
+        self.wait()  # a collective reads its memory when it is launched, here
+        return contextlib.nullcontext()
 
 
 class LateTier(HostTier):

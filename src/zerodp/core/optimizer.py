@@ -40,7 +40,10 @@ class SegmentParameter(nn.Parameter):
         if given is not None:
             return given  # type: ignore[no-any-return]
         self.engine.runtime.reducer.drain()
-        return None if self.flat.grad is None else norms.part(self.flat, self.segment)
+        if self.flat.grad is None:
+            return None
+        self.flat.homes[self.segment.piece].await_gradient()
+        return norms.part(self.flat, self.segment)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

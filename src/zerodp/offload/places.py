@@ -95,7 +95,7 @@ class Places:
     def _source(self, flat: Flat, place: str, params: str) -> Source:
         """The master serves gathers itself where it rests in the right place, in a dtype that is no more to move."""
         same = place == params and (place == "device" or flat.param_dtype == flat.shard_dtype or not flat.trains)
-        if same and not (self.offload.delayed_update and place != "device"):
+        if same and not (self.offload.delayed_update and place != "device" and flat.trains):
             return Source()
         if params == "device":
             return Beside(self.host, self.link, self.threads)

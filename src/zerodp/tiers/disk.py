@@ -319,11 +319,17 @@ class Read:
         self.tier, self.page, self.out = tier, page, out
 
     def wait(self) -> None:
+        self.launched().wait()
+
+    def launched(self) -> Transfer:
         try:
             self.tier._finish(self.page)
-            self.tier.host.read(self.page.values, self.out).wait()
+            return self.tier.host.read(self.page.values, self.out)
         finally:
             self.tier._leave(self.page)
+
+    def behind(self) -> Any:
+        return self.launched().behind()
 
 
 class Opening:

@@ -22,11 +22,17 @@ KEPT_BYTES = 256 * 2**20  # memory of the device that copies under way may keep;
 class Copy:
     """A copy on the side stream."""
 
-    def __init__(self, event: Any, device: torch.device) -> None:
-        self.event, self.device = event, device
+    def __init__(self, stream: Any, device: torch.device) -> None:
+        self.stream, self.event, self.device = stream, stream.record_event(), device
 
     def wait(self) -> None:
         torch.accelerator.current_stream(self.device).wait_event(self.event)
+
+    def launched(self) -> Transfer:
+        return self
+
+    def behind(self) -> Any:
+        return self.stream  # a collective, too, begins when the stream that it is launched from has come so far
 
 
 class HostTier:
@@ -150,4 +156,4 @@ class HostTier:
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             to.copy_(source, non_blocking=True)
-        return Copy(self.stream.record_event(), self.device)
+        return Copy(self.stream, self.device)
