@@ -42,6 +42,8 @@ class SegmentParameter(nn.Parameter):
         self.engine.runtime.reducer.drain()
         if self.flat.grad is None:
             return None
+        if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
+            self.engine.require_gradients_here()
         self.flat.homes[self.segment.piece].await_gradient()
         return norms.part(self.flat, self.segment)
 
@@ -80,6 +82,20 @@ class Engine:
             self.segments[(flat, index)] = made
             flat.optimized = True
         return self.segments[(flat, index)]
+
+    def require_gradients_here(self) -> None:
+        """
+        Raises:
+            ConfigError: a `torch.amp.GradScaler` cannot read them. It copies its scale to where they are, and does not wait.
+        """
+        device = self.runtime.arena.device
+        for flat in self.runtime.flats():  # as they rest on all ranks, whichever of them this one has
+            home = next((home for home in flat.homes if home.place == "host"), None)
+            if home is not None and flat.residency.shards_gradients and device.type != home.arena.device.type:
+                raise ConfigError(
+                    f"torch.amp.GradScaler cannot read the gradients of unit {home.name!r}: they rest in host memory, the model computes on "
+                    f'{device}. Pass precision="fp16" to zerodp.shard, and call optimizer.backward(loss) instead of scaler.scale(loss).backward()'
+                )
 
     def __iter__(self) -> Iterator[SegmentParameter]:
         return (segment for segments in self.segments.values() for segment in segments)
@@ -240,6 +256,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
+            self._zerodp.require_gradients_here()
             self._zerodp.grad_scaler = scaler
             if scaler._per_optimizer_states[id(self)]["stage"].name == "READY":
                 scaler.unscale_(self)

@@ -69,6 +69,8 @@ class Places:
             size = state_bytes(flat, moments) if flat.trains else flat.shard_dtype.itemsize
             for home, (states, source) in zip(flat.homes, places, strict=True):
                 needs[states] += size * home.numel + (2 + moments) * ALIGN  # each in whole blocks, on disk
+                if self.offload.delayed_update and flat.trains and states != "device":
+                    needs[states] += flat.shard_dtype.itemsize * home.numel  # what an update reads beside the next pass
                 if isinstance(home.source, Kept):
                     needs[source] += flat.param_dtype.itemsize * home.numel + ALIGN
         return needs
