@@ -1,6 +1,7 @@
 """ZeRO for PyTorch: every byte of training state is kept once, and fetched at the moment of use."""
 
-from .api import shard, unshard
+from .api import shard
+from .asleep import sleep, wake
 from .checkpoint import export, latest, load, save
 from .compare import Comparison, compare
 from .config import Config, Offload, Precision
@@ -12,6 +13,7 @@ from .inspect import Stats, describe, stats
 from .planning.plan import Plan, plan
 from .residual.activations import activation_checkpoint, apply_activation_checkpointing
 from .residual.tiling import TiledLinear, tile_linears, untile_linears
+from .unsharding import unshard
 from .version import VERSION
 
 __version__ = VERSION
@@ -46,8 +48,10 @@ __all__ = [
     "plan",
     "save",
     "shard",
+    "sleep",
     "stats",
     "tile_linears",
     "unshard",
     "untile_linears",
+    "wake",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .asleep import is_asleep
 from .checkpoint import traffic
 from .checkpoint.traffic import Traffic
 from .config import PLACES
@@ -128,7 +129,7 @@ def state_bytes(optimizer: ShardedOptimizer | None) -> dict[str, dict[str, int]]
     for segment, state in optimizer.state.items() if optimizer is not None else ():
         place = segment.flat.homes[segment.segment.piece].place  # type: ignore[attr-defined]
         for key, value in state.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not is_asleep(value):
                 kind = moment_kind(key) if is_elementwise(value, segment) else "other_state"
                 found[place][kind] += value.nbytes
     return found
@@ -177,6 +178,8 @@ def describe(model: nn.Module) -> str:
         for ledger in (*store_of(runtime).ledgers, *runtime.places.ledgers())
         if ledger.note
     ]
+    if runtime.lending.asleep is not None:
+        lines.append(f"  {runtime.lending.asleep.message}")
     lines += [f"  pinned by a tensor outside: unit {name!r}, {nbytes:,} bytes" for name, nbytes in memory.pinned]
     return "\n".join(lines)
 

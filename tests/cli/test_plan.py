@@ -137,3 +137,43 @@ def test_the_document_is_what_the_planner_says() -> None:
     done = subprocess.run([sys.executable, str(script)], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+
+
+def test_a_config_is_traced_and_a_shape_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(argv: list[str]) -> str:
+        assert main(argv) == 0
+        return capsys.readouterr().out  # transformers has its own remarks on the other stream
+
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 100}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes}))
+    traced = ["plan", "--config", str(config), "--world-size", "64", "--batch", "3", "--sequence", "16", "--trace"]
+    found = json.loads(said([*traced, "--json"]))
+    trace = found["trace"]
+    assert [unit["name"] for unit in trace["units"]] == ["(root)", "transformer.h.0", "transformer.h.1"]
+    assert found["stages"]["2"]["kinds"]["activations"] == trace["peak_bytes"] > trace["saved_bytes"] > 0
+    assert f"in {trace['peak_phase']} of '{trace['peak_unit']}'" in " ".join(said(traced).split())
+    shape = ["plan", "--layers", "2", "--hidden", "64", "--heads", "2", "--vocab", "100", "--sequence", "32"]
+    shape += ["--world-size", "1024", "--stage", "3", "--simulate", "--units", "branch"]
+    first, last = json.loads(output([*shape, "--json"], capsys))["simulated"]
+    assert (first["rank"], last["rank"], first["stage"]) == (0, 1023, 3)
+    assert first["launches"] == 5 * 3
+    assert "rank 1023 of 1024, stage 3, simulated" in " ".join(output(shape, capsys).split())
+    both = json.loads(said([*traced, "--simulate", "--json"]))
+    assert len(both["simulated"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--params", "1e9", "--simulate"], "--simulate: a count of parameters is no module"),
+        (["--params", "1e9", "--trace"], "--trace: runs the module of a --config"),
+        (["--params", "1e9", "--units", "half"], "half"),
+        (["--config", "none.json", "--trace"], "none.json: no such file"),
+    ],
+)
+def test_what_cannot_be_run_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(["plan", "--world-size", "8", *arguments]))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 
 from tests.house.source import ROOT
 
-OPEN = {"S42", "S59"}  # claims whose proofs, or some of them, are on their way
+OPEN: set[str] = set()  # claims whose proofs, or some of them, are on their way
 
 
 @pytest.fixture(scope="module")

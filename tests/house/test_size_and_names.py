@@ -43,10 +43,12 @@ PUBLIC = {
     "save",
     "plan",
     "shard",
+    "sleep",
     "stats",
     "tile_linears",
     "unshard",
     "untile_linears",
+    "wake",
 }
 
 

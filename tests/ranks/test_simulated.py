@@ -76,7 +76,7 @@ def test_replicas_are_the_same(stage: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "checkpoints"), [("gpt2", True), ("resnet", False)])
 def test_real_models_peak_where_it_is_said(name: str, checkpoints: bool, stage: int) -> None:
-    """Within 5 %: the peak of the allocator while a sharded model trains; by the simulation, and by the plan from a trace."""
+    """The peak of the allocator while a sharded model trains: within 5 % by the simulation, 10 % by the plan from a trace."""
     family = FAMILIES[name]
     torch.manual_seed(0)
     model: Any = family.make()
@@ -100,7 +100,8 @@ def test_real_models_peak_where_it_is_said(name: str, checkpoints: bool, stage: 
     resting = sum(zerodp.stats(model).memory.now.values())
     most = resting + most_bytes(step)
     assert found.peak_bytes == pytest.approx(most, rel=0.05)
-    assert plan.estimates[stage].device_bytes == pytest.approx(most, rel=0.05)
+    # The plan adds up the most of each kind, which need not come at one time.
+    assert 0.95 * most < plan.estimates[stage].device_bytes < 1.1 * most
 
 
 @on_ranks(2)

@@ -7,13 +7,16 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 import zerodp
 from zerodp.config import PRECISIONS
 from zerodp.errors import ConfigError
+from zerodp.planning import picture
 from zerodp.planning.models import Model, of_count, of_units
+from zerodp.planning.page import html
 from zerodp.planning.setup import Setup
 from zerodp.planning.timeline import scenarios
 from zerodp.planning.timeline.calibrate import line
@@ -319,3 +322,42 @@ def test_prediction_follows_the_units_of_a_model() -> None:
     assert small is not None
     assert large is not None
     assert large.seconds == pytest.approx(2 * small.seconds, rel=1e-3)
+
+
+# ---- pictures
+
+
+def test_a_timeline_as_a_picture() -> None:
+    """Well-formed, with a box for each span that says what it is, and none outside the picture."""
+    found = by_hand(3)
+    root = ElementTree.fromstring(picture.of_timeline(found))
+    boxes = root.findall("{*}rect")
+    assert len(boxes) == len(found.spans)
+    assert all(0 <= float(box.get("x", "-1")) <= picture.WIDTH for box in boxes)
+    told = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert "compute blocks.0 forward, 1 s" in told
+    assert "wait, 500 ms" in told
+    assert {text.text for text in root.findall("{*}text")} >= {"compute", "gather", "reduce", "10.5 s"}
+
+
+def test_curves_as_a_picture() -> None:
+    root = ElementTree.fromstring(picture.curves({"a": [(1, 2.0), (2, 4.0)], "b <": [(1, 3.0), (2, 0.5)]}, "MB", 0))
+    assert len(root.findall("{*}polyline")) == 2
+    assert [text.text for text in root.findall("{*}text")] == ["4 MB", "0", "a", "b <", "1", "2"]
+    assert picture.curves({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(2e-7, "0.2 us"), (1.5e-3, "1.5 ms"), (0.25, "250 ms"), (90, "90 s"), (86400, "8.64e+04 s"), (3e7, "347 days")],
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert picture.duration(seconds) == words
+
+
+def test_the_page_shows_the_simulated_step() -> None:
+    options: dict[str, Any] = {"world_size": 64, "sequence": 1024, "batch": 2}
+    page = html(zerodp.plan(8e9, links="dgx-2", **options), [("A heading & more", "<p>and its body</p>")])
+    assert "<h2>One step, simulated</h2>" in page
+    assert "<h2>A heading &amp; more</h2><p>and its body</p>" in page
+    assert "One step, simulated" not in html(zerodp.plan(8e9, **options))

@@ -14,7 +14,7 @@ from ..core.stages import STAGES
 from ..errors import ConfigError
 from ..planning.closed.states import MOMENTS
 from ..planning.estimate import KINDS, amount
-from ..planning.models import Shape, short
+from ..planning.models import CUTS, Shape, short
 from ..planning.page import html
 from ..planning.plan import Plan, plan
 from ..planning.setup import CHECKPOINTING, TIERS, Setup
@@ -27,6 +27,8 @@ The model is a count of parameters, a shape, or a Hugging Face config. Memory an
   zerodp plan --params 7.5e9 --world-size 64
   zerodp plan --layers 96 --hidden 12288 --heads 96 --vocab 50257 --sequence 2048 --world-size 1024 --device-memory 80GB
   zerodp plan --config path/to/config.json --world-size 8 --device-memory 24GiB --html plan.html
+  zerodp plan --config path/to/config.json --world-size 8 --batch 4 --sequence 512 --trace
+  zerodp plan --layers 128 --hidden 25600 --heads 256 --vocab 50257 --sequence 1024 --world-size 1024 --checkpointing full --simulate
 """
 SHAPE = ("layers", "hidden", "heads")
 
@@ -35,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "plan",
         help="what each stage holds and sends, and which to take",
-        description="Bytes per device and on the wire at each stage, from closed forms; nothing is run.",
+        description="Bytes per device and on the wire at each stage, from closed forms, a traced step, or the simulated engine.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -54,6 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add(group, "hidden", whole(1), "its width", "N")
     add(group, "heads", whole(1), "its attention heads", "N")
     add(group, "vocab", whole(0), "its vocabulary", "N")
+    add(group, "units", one_of(list(CUTS)), "what travels together: " + ", ".join(CUTS) + " (default block)", "CUT")
     group = parser.add_argument_group("the machines")
     group.add_argument("--world-size", type=whole(1), metavar="N", required=True, help="devices in all")
     add(group, "replicate", whole(1), "copies of the sharded states (hybrid mesh)", "N")
@@ -90,6 +93,17 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--stage", type=stage_number, metavar="STAGE", help="look at this stage (default: the recommended one)"
     )
+    group = parser.add_argument_group("what to run, without memory")
+    group.add_argument(
+        "--trace",
+        action="store_true",
+        help="a step of the --config's own module, for its activations and FLOPs; needs transformers",
+    )
+    group.add_argument(
+        "--simulate",
+        action="store_true",
+        help="steps of the engine, as the first and the last rank: memory, wire, collectives",
+    )
     group = parser.add_argument_group("what to show")
     group.add_argument("--json", action="store_true", help="print one JSON object")
     group.add_argument(
@@ -105,6 +119,12 @@ def stage_number(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     given = {key: value for key, value in vars(arguments).items() if key not in ("command", "run")}
     as_json, page = given.pop("json", False), given.pop("html", None)
+    if given.get("simulate") and "params" in given:
+        raise UsageError("--simulate: a count of parameters is no module; give a shape or a --config")
+    if given.get("trace") and "config" not in given:
+        raise UsageError("--trace: runs the module of a --config; a shape's activations have closed forms")
+    if given.pop("trace", False) or ("config" in given and given.get("simulate")):
+        given["inputs"] = True
     try:
         found = plan(model_of(given), **given)
     except ConfigError as error:
@@ -191,5 +211,7 @@ def show(found: Plan) -> None:
         if found.fits is not False
         else f"[bold]{found.reason}[/bold]."
     )
+    for one in found.simulated:
+        console.print(str(one))
     for line in found.assumptions:
         console.print(f"  {line}", style="dim")

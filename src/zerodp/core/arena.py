@@ -7,19 +7,22 @@ that nothing short-lived leaves holes between the long-lived. Once the largest s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..regions import ALIGN, Region, Space
+from ..regions import ALIGN, Lasting, Region, Space
 
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 KINDS = (*STATES, "unsharded", "buckets", "activations")
 LONG = ("activations", "gradients")  # kinds whose slots outlive many others
 TOP = ("buckets", "gradients")  # of the two kinds that share a region, the one that fills it from above
 FEW_RANKS = 64
+# What sees slots for as long as it copies them elsewhere. Asked to `settle`, it lets go of those that have been copied.
+KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Parts(dict[int, Tensor]):
@@ -87,6 +90,7 @@ class Arena:
         self.regions = {kind: long if kind in LONG else short for kind in KINDS}
         self.both = (short, long)
         self.limbo: list[Slot] = []
+        self.lasting = Lasting()  # what `allocate` made
         self.now = dict.fromkeys(KINDS, 0)
         self.peak = dict.fromkeys(KINDS, 0)
         self.total = self.total_peak = 0
@@ -133,6 +137,8 @@ class Arena:
     def settle(self) -> None:
         """Look again at the slots in limbo."""
         if self.limbo:
+            for keeper in KEEPERS:
+                keeper.settle()
             waiting, self.limbo = self.limbo, []
             for slot in waiting:
                 self.give(slot)
@@ -173,6 +179,7 @@ class Arena:
     def allocate(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
         tensor = self.empty(numel, dtype)
         self.add(kind, tensor.nbytes)
+        self.lasting.add(tensor, kind)
         return tensor
 
     def release(self, nbytes: int, kind: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]  # tells storages apart
 
 
 def checksum(tensor: Tensor) -> tuple[int, int]:
@@ -24,7 +28,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors begin at one place, also where tensors have no memory."""
-    return torch._C._storage_address(a) == torch._C._storage_address(b) and a.storage_offset() == b.storage_offset()
+    return storage_address(a) == storage_address(b) and a.storage_offset() == b.storage_offset()
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:

@@ -38,6 +38,8 @@ class Kind(enum.IntEnum):
     LENT = 10
     SAVE = 11
     LOAD = 12
+    SLEEP = 20
+    WAKE = 21
 
 
 SAYS = {
@@ -53,6 +55,8 @@ SAYS = {
     Kind.LENT: "begins a pass after local_shards()",
     Kind.SAVE: "saves a checkpoint",
     Kind.LOAD: "loads a checkpoint",
+    Kind.SLEEP: "goes to sleep",
+    Kind.WAKE: "wakes up",
 }
 
 
@@ -86,6 +90,8 @@ class Control:
 
     def require(self, kind: Kind, argument: int = 0, overflow: bool = False) -> Tensor:
         """All ranks must be at this point. The result is their messages, [world size, width]."""
+        if kind is not Kind.WAKE:
+            self.runtime.lending.require_awake()
         self.look()
         message = self._message(kind, argument)
         message[self.OVERFLOW] = overflow

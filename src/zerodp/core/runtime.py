@@ -20,6 +20,7 @@ from ..config import Config
 from ..errors import ShardedError
 from ..offload.home import MASTER, walk
 from .arena import Arena
+from .bits import storage_address
 from .comm import Comm
 from .control import Control, Kind
 from .lending import Lending
@@ -136,7 +137,7 @@ class Runtime:
         return True
 
     def _begin_forward(self, module: nn.Module) -> None:
-        self.lending.take_back()
+        self.lending.begin_forward()
         self.control.look()
         key = ("forward", self.module_names.get(module, "?"), torch.is_grad_enabled())
         order = self.orders.get(key)
@@ -169,6 +170,7 @@ class Runtime:
         if self.passes and self.passes[-1].phase == "backward":
             return
         self.control.look()
+        self.reducer.drain()  # of the backward before, whose buckets the forward had the time to send
         synchronizes = self.synchronizes
         trains = tuple(unit.index for unit in self.units if unit.look())
         entered = tuple(dict.fromkeys(key for key, _ in self.forwards))
@@ -252,14 +254,15 @@ class Runtime:
         self.control.post(Kind.BACKWARD, current)
 
     def end_failed(self) -> None:
-        """End a backward pass that an exception has ended; the other ranks may still expect its launches."""
+        """What begins with every use: end a backward pass that an exception has ended; the other ranks may still expect its launches."""
+        self.lending.require_awake()
         if self.passes and self.passes[-1].failed:
             self.end_backward()
 
     def require_idle(self, what: str) -> None:
         """
         Raises:
-            ShardedError: a forward or backward pass is under way.
+            ShardedError: a forward or backward pass is under way, or the model is asleep.
         """
         self.end_failed()
         self.look()
@@ -274,6 +277,7 @@ class Runtime:
 
     def fault(self, where: Where, use: str) -> None:
         """A hidden parameter is used: bring its unit here, or say why not."""
+        self.lending.require_awake()
         unit = where.flat.unit
         if self.passes:
             self.demand(unit)
@@ -326,7 +330,7 @@ class Runtime:
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
         try:
-            flat = self.pages.get(torch._C._storage_address(local_of(tensor)))
+            flat = self.pages.get(storage_address(local_of(tensor)))
         except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
             return tensor
         return tensor if flat is None else Note(flat, tensor)
@@ -376,7 +380,7 @@ class Runtime:
 
     def refresh(self) -> None:
         """The shards have new values: what was gathered is old, and whole parameters are fetched at once, in order."""
-        self.lending.lent = None
+        self.lending.note()
         for unit in self.pager.cache.clear():
             self.pager.let_go(unit)
         for unit in self.units:

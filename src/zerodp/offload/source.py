@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.bits import same_memory
-from ..tiers import Tier
+from ..tiers import ARRIVED, Tier, Transfer
 from ..tiers.host import HostTier
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class Source:
     def take(self, values: Tensor) -> None:
         """Keep the first values, on the device in the dtype of the master."""
 
-    def fetch(self, out: Tensor) -> None:
-        """This rank's part into `out` [numel], at its place in the page."""
-        self.home.read(out)
+    def fetch(self, out: Tensor) -> Transfer:
+        """This rank's part into `out` [numel], at its place in the page; on its way by streams only when this returns."""
+        return self.home.read(out)
 
     @property
     def is_far(self) -> bool:
@@ -50,6 +50,9 @@ class Source:
 
     def arrive(self) -> None:
         """Wait until forward has them, and the master may change again."""
+
+    def close(self) -> None:
+        """Nothing is kept any more."""
 
 
 class Copied(Source):
@@ -90,10 +93,15 @@ class Beside(Copied):
             arena = flat.unit.runtime.arena
             self.values = arena.allocate(self.home.numel, flat.param_dtype, "parameters").copy_(values)
 
-    def fetch(self, out: Tensor) -> None:
+    def close(self) -> None:
+        self.arrive()
+        del self.values
+
+    def fetch(self, out: Tensor) -> Transfer:
         self.arrive()
         if not same_memory(out, self.values):
             out.copy_(self.values)
+        return ARRIVED
 
     def publish(self) -> None:
         master = self.home.flat.master[self.home.piece]
@@ -128,10 +136,14 @@ class Kept(Copied):
         if values.device.type != "cpu":
             torch.accelerator.synchronize(values.device)  # what they lie in is used again at once
 
-    def fetch(self, out: Tensor) -> None:
+    def close(self) -> None:
         self.arrive()
-        self.tier.fetch(self.ticket, out).wait()
+        self.tier.free(self.ticket)
+
+    def fetch(self, out: Tensor) -> Transfer:
+        self.arrive()
         self.link.back += out.nbytes
+        return self.tier.fetch(self.ticket, out).launched()
 
     def ahead(self) -> None:
         self.tier.ahead(self.ticket)

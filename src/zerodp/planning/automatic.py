@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import socket
 from collections import Counter
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,33 +13,22 @@ from torch import nn
 from ..config import Config
 from ..core.comm import Comm
 from ..core.control import share_verdict
-from ..core.elementwise import num_moments
 from ..core.local import local_of
 from ..core.stages import STAGES
 from ..core.wrap import IGNORED, Plan
+from ..elementwise import num_moments
 from ..errors import ConfigError
+from ..offload.room import free_memory
 from .models import Model, of_plans
 from .recommend import choose_stages
 from .setup import Setup
 
 LOG = logging.getLogger("zerodp")
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
     """Of an accelerator, or of the host within the limits of this process's group."""
-    if device.type != "cpu":
-        return int(torch.accelerator.get_memory_info(device)[0])
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no limit is the word "max"
-        return free
-    return min(free, max(limit - used, 0))
+    return free_memory() if device.type == "cpu" else int(torch.accelerator.get_memory_info(device)[0])
 
 
 def room(model: nn.Module, device: torch.device, comm: Comm) -> int:

@@ -70,7 +70,7 @@ def fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None)
 def make_fake(parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype) -> None:
     """The same object is a fake parameter from here on; see `materialise.ground`."""
     made: Any = nn.Parameter(fake(parameter, mode, dtype), parameter.requires_grad)
-    parameter.__class__ = FakeTensor
+    parameter.__class__ = FakeTensor  # type: ignore[assignment]
     parameter.__dict__.update(made.__dict__)
     torch._C._swap_tensor_impl(parameter, made)
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..core.bits import storage_address as address
 from ..core.wrap import ROOT
 
 aten = torch.ops.aten
@@ -186,11 +187,6 @@ class Recorder(TorchDispatchMode):
                 if address(tensor) not in given and address(tensor) not in self.alive:
                     self.made(tensor)
             self.sample()
-
-
-def address(tensor: Tensor) -> int:
-    """Of the storage."""
-    return torch._C._storage_address(tensor)
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -18,8 +18,9 @@ from ..api import assemble
 from ..config import Config, Precision
 from ..core import wrap
 from ..core.comm import Comm, CommRow
+from ..core.runtime import Event
 from ..errors import ConfigError
-from ..inspect import Event, stats
+from ..inspect import stats
 from .closed.states import MOMENTS
 from .estimate import amount
 from .fakes import FakeArena, FakeValues, fake_inputs, fake_mesh, new_mode
@@ -119,7 +120,7 @@ def simulate(step: Step, setup: Setup, stage: int, rank: int = 0) -> Simulation:
     def train() -> None:
         for _ in range(setup.accumulate):
             value = attempt(recorder, lambda: loss_of(sharded(*args, **kwargs), step.loss))
-            attempt(recorder, lambda: value.backward())
+            attempt(recorder, value.backward)
             del value
         recorder.stepping = True
         optimizer.step()

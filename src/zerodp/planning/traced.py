@@ -124,7 +124,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     """The scalar to go back from. Without `loss`: the output's own `loss`, the output if it is a scalar, else its mean."""
     if loss is not None:
-        value = loss(output)
+        value: Any = loss(output)
     else:
         value = getattr(output, "loss", None)
         value = output if value is None else value

@@ -91,7 +91,7 @@ class Store:
     def __init__(self, arena: Arena, runtime: Runtime | None = None) -> None:
         self.arena = arena
         self.runtime = weakref.ref(runtime) if runtime is not None else lambda: None  # it keeps this store alive
-        self.tiers: dict[Offload, Tier] = {}
+        self.tiers: dict[Any, Tier] = {}  # by `Offload`; and one of `zerodp.sleep`
         self.partitions: dict[tuple[int, ...], Partition] = {}
         self.shared: weakref.WeakValueDictionary[Any, Saved] = weakref.WeakValueDictionary()
         self.dropped: deque[tuple[Tier, Any, Slot | None, Transfer | None]] = deque()
@@ -129,6 +129,13 @@ class Store:
             if slot is not None:
                 self.arena.give(slot)
             tier.free(ticket)
+
+    def close(self) -> None:
+        """Give back what nobody keeps any more; inputs still at rest cannot be brought back."""
+        self.settle()
+        for tier in self.tiers.values():
+            tier.close()
+        self.tiers.clear()
 
     def _movable(self, tensor: Any, over: Partition | None) -> bool:
         """Dense tensors of this device that live for this call only; parameters rest where they rest."""

@@ -163,6 +163,8 @@ class DiskTier:
 
     def close(self) -> None:
         self._end()
+        for page in [page for page in self.busy if page.freed]:
+            self._finish(page)
         self.host.close()
 
     def ledgers(self) -> list[Ledger]:
@@ -256,7 +258,10 @@ class DiskTier:
     def _settle(self) -> None:
         """See what has ended, and start what was hinted at."""
         for page in [page for page in self.busy if all(one.done() for one in page.work)]:
-            if not (page.reading and page.users):  # its user will ask, and hear of errors
+            if page in self.here:
+                with contextlib.suppress(StorageError):  # whoever needs it reads it again, and hears of it then
+                    self._finish(page)
+            elif not (page.reading and page.users):  # its user will ask, and hear of errors
                 self._finish(page)
         while self.hints and (self.hints[0].slot is not None or self._fits(self.hints[0].size)):
             page = self.hints.popleft()
@@ -288,7 +293,7 @@ class DiskTier:
                 with contextlib.suppress(StorageError):  # whoever needs it reads it again, and hears of it then
                     self._finish(hinted)
                 self._rest(hinted)
-            else:
+            elif not self.host.reclaim():  # what copies to the device have read comes back when they end
                 break  # all of it is in use
         return self.host.reserve(page.size, torch.uint8, page.kind, page.label)
 
@@ -316,11 +321,17 @@ class Read:
         self.tier, self.page, self.out = tier, page, out
 
     def wait(self) -> None:
+        self.launched().wait()
+
+    def launched(self) -> Transfer:
         try:
             self.tier._finish(self.page)
-            self.tier.host.read(self.page.values, self.out).wait()
+            return self.tier.host.read(self.page.values, self.out)
         finally:
             self.tier._leave(self.page)
+
+    def behind(self) -> Any:
+        return self.launched().behind()
 
 
 class Opening:

@@ -14,7 +14,6 @@ import torch
 
 from ...config import PRECISIONS
 from ...inspect import Memory
-from ...planning.estimate import STATES
 from ...planning.page import html
 from ...planning.picture import curves, duration, table
 from ...planning.plan import Plan, plan
@@ -83,12 +82,7 @@ def compare(found: Plan, records: list[dict[str, Any]], memory: Memory, tokens: 
     """What was said and what came, on this rank: bytes by kind at their peak, bytes sent per step, the median step."""
     one = found.estimates[found.chosen]
     lines = [
-        Line(
-            kind,
-            "B",
-            one.kinds[kind],
-            sum((memory.now if kind in STATES else memory.peak)[part] for part in parts) if records else None,
-        )
+        Line(kind, "B", one.kinds[kind], sum(memory.peak[part] for part in parts) if records else None)
         for kind, parts in MEASURED.items()
     ]
     settled = records[FIRST:] or records
