@@ -91,9 +91,7 @@ class Runtime:
         return self.passes[-1].phase if self.passes else "idle"
 
     def event(self, kind: str, unit: Unit | None) -> None:
-        self.trace.append(
-            (kind, unit.name if unit is not None else "", self.passes[-1].phase if self.passes else "idle")
-        )
+        self.trace.append((kind, unit.name if unit is not None else "", self.phase))
 
     def last_event(self) -> str:
         if not self.trace:
