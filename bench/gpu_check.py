@@ -1,11 +1,12 @@
 """One script, under eight minutes on one GPU: is zerodp right, as lean as it says, and fast on NCCL?
 
-`python bench/gpu_check.py`. Four tables, also written to bench/results/:
+`python bench/gpu_check.py`. Five parts, also written to bench/results/:
 
 1. right: every stage against plain torch on a small GPT, in fp32 (equal to the last bit) and in bf16 (close);
 2. memory: what the allocator holds at rest and at its peak, against what `zerodp.stats` says;
 3. fragments: with sequences of varying lengths, what the arena and the allocator hold beyond what is in use;
-4. speed: tokens per second on a GPT of about 1B parameters, against FSDP2 and plain torch, in bf16.
+4. speed: tokens per second on a GPT of about 1B parameters, against FSDP2 and plain torch, in bf16;
+5. offload: with the optimizer on the host, speed beside plain torch, FSDP2 and DeepSpeed, the largest model, and what of the copies is hidden.
 
 Without CUDA it runs on the CPU over gloo with a tiny model, which shows that the script works and nothing else.
 The world is one rank, so what is measured is the library itself; a wire is `bench/run.py`'s subject.
@@ -25,6 +26,7 @@ from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # reproducible matrix products; read when CUDA starts
 
+import gpu_offload
 import report
 import torch
 import torch.distributed as dist
@@ -328,7 +330,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     right, memory, fragments = check_right(), check_memory(), check_fragments()
     shape = fitting(LARGE, args.rows)
     speed = check_speed(shape, args.rows, args.steps)
+    offload = gpu_offload.check_offload(build, adam, shape, args.rows, args.steps, clean)
     show(right, memory, fragments, speed)
+    for table in gpu_offload.rows_of(offload):
+        report.table(*table)
     seconds = time.perf_counter() - start
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(**shape).parameters())
@@ -341,6 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "memory": memory,
         "fragments": fragments,
         "speed": speed,
+        "offload": offload,
     }
     report.save(f"gpu-check-{DEVICE.type}", content, args.out)
     dist.destroy_process_group()

@@ -23,13 +23,13 @@ from .core.parameter import SAFE
 from .core.runtime import Runtime
 from .core.unit import Flat
 from .errors import ConfigError, ShardedError, StorageError
+from .offload.home import Home, is_elementwise, moment_kind
 from .residual.store import store_of
 from .tiers import Tier
 from .tiers.disk import DiskTier
 from .tiers.host import HostTier
 
-FIRST = ("exp_avg", "momentum_buffer", "sum", "square_avg_first")
-SECOND = ("exp_avg_sq", "square_avg", "max_exp_avg_sq")
+NOTHING = torch.empty(0)  # stands in a list for what is away
 PLACES = ("host", "disk")
 
 
@@ -83,7 +83,7 @@ def wake(model: nn.Module) -> None:
         StorageError: what was kept cannot be read; the model stays asleep then, on all ranks.
     """
     runtime = runtime_of(model)
-    asleep: Asleep | None = runtime.asleep
+    asleep: Asleep | None = runtime.lending.asleep
     if asleep is None:
         raise ShardedError("wake(): this model is awake; zerodp.sleep(model) puts it to sleep")
     runtime.control.require(Kind.WAKE)
@@ -129,14 +129,42 @@ class Kept:
 
 @dataclass
 class Moved:
-    """Values that were in a slot: a flat's bucket, or its reduced gradient."""
+    """Values in a slot: a flat's bucket, its reduced gradient, or (with a `home`) that of one piece."""
 
     flat: Flat
     slot: Slot | None
-    numel: int
-    dtype: torch.dtype
     kind: str
+    home: Home | None = None
+    numel: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
     ticket: Any = None
+
+    def __post_init__(self) -> None:
+        assert self.slot is not None
+        self.numel, self.dtype = self.slot.tensor.numel(), self.slot.tensor.dtype
+
+    def leave(self) -> Slot:
+        """Take the slot out of where it is."""
+        slot, self.slot = self.slot, None
+        assert slot is not None
+        if self.kind == "buckets":
+            self.flat.take_bucket()
+        elif self.home is not None:
+            self.home.slot, self.flat.grad[self.home.piece] = None, NOTHING  # type: ignore[index]
+        else:
+            self.flat.grad_slot, self.flat.grad = None, [NOTHING for _ in self.flat.homes]
+        return slot
+
+    def settle(self) -> None:
+        """Put the slot, which is another one now, in its place."""
+        flat, slot = self.flat, self.slot
+        assert slot is not None
+        if self.kind == "buckets":
+            flat.bucket_slot, flat.bucket = slot, slot.cut(flat.key, flat.cut)
+        elif self.home is not None:
+            self.home.slot, flat.grad[self.home.piece] = slot, slot.tensor  # type: ignore[index]
+        else:
+            flat.grad_slot, flat.grad = slot, flat._divided(slot.tensor)
 
 
 class Asleep:
@@ -173,14 +201,7 @@ class Asleep:
             if one.counted:
                 self.arena.add(one.kind, -one.nbytes)
         for other in self.moved:
-            slot, other.slot = other.slot, None
-            if other.kind == "gradients":
-                other.flat.grad = other.flat.grad_slot = None
-            else:
-                other.flat.take_bucket()
-            assert slot is not None
-            self.arena.give(slot)
-            del slot
+            self.arena.give(other.leave())
         self.arena.settle()
         self.arena.drop_idle()
         if self.arena.device.type != "cpu":
@@ -190,7 +211,7 @@ class Asleep:
             tensor.__class__ = trapped(type(tensor), self.message)
         assert self.tier is not None
         store_of(self.runtime).tiers["asleep"] = self.tier  # where `stats` finds it
-        self.runtime.asleep = self
+        self.runtime.lending.asleep = self
 
     def empty(self) -> None:
         for one in self.kept:
@@ -221,15 +242,10 @@ class Asleep:
             if one.counted:
                 self.arena.add(one.kind, one.nbytes)
         for other in self.moved:
-            flat, slot = other.flat, other.slot
-            assert slot is not None
-            if other.kind == "gradients":
-                flat.grad_slot, flat.grad = slot, flat._divided(slot.tensor)
-            else:
-                flat.bucket_slot, flat.bucket = slot, slot.cut(flat.key, flat.cut)
+            other.settle()
         for tensor, cls in self.traps:
             tensor.__class__ = cls
-        self.runtime.asleep = None
+        self.runtime.lending.asleep = None
         assert self.tier is not None
         del store_of(self.runtime).tiers["asleep"]
         self.tier.close()
@@ -259,24 +275,30 @@ class Asleep:
                 yield Kept(storage, kind, "", counted=True)
         for segment, key, value in self._states():
             if new(value.untyped_storage()):
-                yield Kept(value.untyped_storage(), state_kind(key, value, segment), segment.full_name, counted=False)
+                kind = moment_kind(key) if is_elementwise(value, segment) else "other_state"
+                yield Kept(value.untyped_storage(), kind, segment.full_name, counted=False)
         for buffer in self._buffers():
             if new(local_of(buffer).untyped_storage()):
                 yield Kept(local_of(buffer).untyped_storage(), "parameters", "(buffers)", counted=False)
 
     def _slots(self) -> Iterator[Moved]:
         for flat in self.runtime.flats():
-            for slot, kind in ((flat.bucket_slot, "buckets"), (flat.grad_slot, "gradients")):
-                if slot is not None:
-                    yield Moved(flat, slot, slot.tensor.numel(), slot.tensor.dtype, kind)
+            if flat.bucket_slot is not None:
+                yield Moved(flat, flat.bucket_slot, "buckets")
+            if flat.grad_slot is not None:
+                yield Moved(flat, flat.grad_slot, "gradients")
+            for home in flat.homes:
+                if home.place == "device" and home.slot is not None:
+                    yield Moved(flat, home.slot, "gradients", home)
 
     def _states(self) -> Iterator[tuple[Any, str, Tensor]]:
         """The optimizer's tensors on the device; scalars stay."""
         optimizer = self.runtime.optimizer
         for segment, state in optimizer.state.items() if optimizer is not None else ():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() and value.device == self.arena.device:
-                    yield segment, key, value
+            if segment.flat.homes[segment.segment.piece].place == "device":
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.dim() and value.device == self.arena.device:
+                        yield segment, key, value
 
     def _buffers(self) -> Iterator[Tensor]:
         for module in self.model.modules():
@@ -328,15 +350,3 @@ def trapped(cls: type, message: str) -> type:
 
 def is_asleep(value: Any) -> bool:
     return isinstance(value, Trap)
-
-
-def state_kind(key: str, value: Tensor, segment: Tensor) -> str:
-    """What the ledger calls an entry of a segment's optimizer state."""
-    elementwise = value.numel() == segment.numel() and value.dim() == 1
-    return (
-        "first_moment"
-        if key in FIRST and elementwise
-        else "second_moment"
-        if key in SECOND and elementwise
-        else "other_state"
-    )

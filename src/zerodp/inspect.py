@@ -178,8 +178,8 @@ def describe(model: nn.Module) -> str:
         for ledger in (*store_of(runtime).ledgers, *runtime.places.ledgers())
         if ledger.note
     ]
-    if runtime.asleep is not None:
-        lines.append(f"  {runtime.asleep.message}")
+    if runtime.lending.asleep is not None:
+        lines.append(f"  {runtime.lending.asleep.message}")
     lines += [f"  pinned by a tensor outside: unit {name!r}, {nbytes:,} bytes" for name, nbytes in memory.pinned]
     return "\n".join(lines)
 

@@ -42,6 +42,14 @@ def test_gpu_check_runs_on_the_cpu(tmp_path: Path) -> None:
     speeds = {row["what"]: row["tokens_s"] for row in content["speed"]}
     assert speeds.keys() == {"plain torch, autocast", "FSDP2", *(f"zerodp stage {s}" for s in range(4))}
     assert all(speed > 0 for speed in speeds.values())
+    offload = content["offload"]
+    assert {row["what"] for row in offload["speed"]} == {
+        "plain torch, autocast",
+        "zerodp, host",
+    }  # the others need a GPU
+    assert all(row["tokens_s"] > 0 and row["why"] is None for row in offload["speed"])
+    assert {row["layers"] for row in offload["largest"]} == {2}
+    assert (offload["hidden"]["copies_us"], offload["hidden"]["events"] > 0) == (0, True)
 
 
 def test_checkpoints_are_compared_with_plain_files(tmp_path: Path) -> None:

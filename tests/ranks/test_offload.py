@@ -279,6 +279,24 @@ def test_a_mapping_of_stages_with_parameters_elsewhere() -> None:
 
 
 @on_ranks(2)
+def test_parameters_that_thaw() -> None:
+    """They get a master where they rest."""
+
+    def thaw(step: int, model: nn.Module, optimizer: Any) -> None:
+        model.blocks.requires_grad_(step > 0)
+
+    def half_frozen() -> nn.Module:
+        model = Net().bfloat16()
+        model.blocks.requires_grad_(False)
+        return model
+
+    task = Task(half_frozen, lambda *where: rows(3)(*where).bfloat16(), optimizer=adamw, between=thaw)
+    reference = run(task, **blocks(stage=3))
+    for place in PLACES:
+        same(run(task, **blocks(stage=3, offload=Offload(optimizer=place, params=place))), reference)
+
+
+@on_ranks(2)
 def test_a_model_without_optimizer() -> None:
     """Its parameters may rest elsewhere, in their own dtype."""
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from tests.ranks.pool import on_ranks
 from tests.ranks.toys import Block, Lion, Net, ToyA, X, toy_b
 from zerodp import Offload
 from zerodp.offload import room
+from zerodp.tiers.disk import BUFFER_BYTES
 
 case = pytest.mark.case
 places = pytest.mark.parametrize("place", ["host", "disk"])
@@ -234,6 +235,7 @@ def test_bytes_by_place_and_over_the_link() -> None:
         for _ in range(2):
             stats.reset()
             squares(model, rows(128)(0, 0, dist.get_rank())).backward()
+            zerodp.full_grads(model)  # the last reduction has arrived
             memory = stats.memory
             optimizer.step()
             optimizer.zero_grad()
@@ -247,6 +249,13 @@ def test_bytes_by_place_and_over_the_link() -> None:
         text = zerodp.describe(model)
         assert f"optimizer states on {place}" in text
         model, _ = zerodp.unshard(model, optimizer)
+
+
+def test_the_plan_counts_what_is_on_its_way() -> None:
+    """The disk tier's buffers, in host memory."""
+    plan = zerodp.plan(1e9, world_size=4, offload_optimizer="disk")
+    assert plan.estimates[3].disk_buffer_bytes == BUFFER_BYTES
+    assert zerodp.plan(1e9, world_size=4, offload_optimizer="host").estimates[3].disk_buffer_bytes == 0
 
 
 def test_settings_that_cannot_work() -> None:
@@ -287,7 +296,9 @@ def test_grad_scaler() -> None:
             scaler.update()
             close("w", model.state_dict()["w"], 1 - 0.15 * X, 1e-6)
         else:
-            with pytest.raises(zerodp.ShardedError, match=r"gradient of unit '.*' rests on disk"):
+            with pytest.raises(
+                zerodp.ShardedError, match="GradScaler looks at all gradients at one time, and some rest on"
+            ):
                 scaler.step(optimizer)
 
 
@@ -299,8 +310,11 @@ def test_grad_scaler_refuses_what_it_cannot_wait_for(explicit: bool) -> None:
     model, optimizer = zerodp.shard(model, sgd(model), stage=2, offload=Offload(optimizer="host"))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+    zerodp.full_grads(model)  # they have been reduced
     model._zerodp.arena.device = torch.device("meta")  # as far from the host as an accelerator
-    with pytest.raises(zerodp.ConfigError, match=r"GradScaler cannot read the gradients of unit .* precision=\"fp16\""):
+    with pytest.raises(
+        zerodp.ShardedError, match=r"GradScaler looks at all .* some rest in host memory: use precision='fp16'"
+    ):
         (scaler.unscale_ if explicit and dist.get_rank() == 0 else scaler.step)(optimizer)
 
 

@@ -212,7 +212,7 @@ def test_a_full_disk_leaves_everything_where_it_is(stage: int, tmp_path: Path) -
 def test_what_cannot_be_read_stays_asleep(tmp_path: Path) -> None:
     model, optimizer = sharded(3)
     zerodp.sleep(model, optimizer, "disk", str(tmp_path))
-    tier = model._zerodp.asleep.tier
+    tier = model._zerodp.lending.asleep.tier
     while tier.busy:
         tier.ledgers()
     size, before = os.fstat(tier.file.handle).st_size, b""

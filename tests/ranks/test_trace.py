@@ -14,13 +14,14 @@ from tests.ranks.pool import on_ranks
 from tests.ranks.toys import Block, Net
 
 
-def events(stage: int, **options: Any) -> list[str]:
+def events(stage: int, micro_batches: int = 1, **options: Any) -> list[str]:
     """One step in the steady state, as "phase: kind unit"; blocks are called by number."""
     model = Net()
     model, optimizer = zerodp.shard(model, momentum(model), stage=stage, units=[Block], **options)
     for _ in range(3):
         zerodp.stats(model).reset()
-        squares(model, torch.ones(2, 3)).backward()
+        for _ in range(micro_batches):
+            squares(model, torch.ones(2, 3)).backward()
         optimizer.step()
         optimizer.zero_grad()
     short = {"(root)": "root", "blocks.0": "0", "blocks.1": "1", "blocks.2": "2"}
@@ -134,6 +135,13 @@ idle: step
 )
 def test_order_of_events(stage: int, options: dict[str, Any], expected: str) -> None:
     assert events(stage, **options) == expected.strip().splitlines()
+
+
+@on_ranks(2)
+def test_micro_batches_all_go_alike() -> None:
+    """Reductions of the one before are still under way when a forward begins; pages come ahead all the same."""
+    *once, step = STAGE_3.strip().splitlines()
+    assert events(3, micro_batches=2) == [*once, *once, step]
 
 
 @on_ranks(2)

@@ -91,7 +91,7 @@ class Control:
     def require(self, kind: Kind, argument: int = 0, overflow: bool = False) -> Tensor:
         """All ranks must be at this point. The result is their messages, [world size, width]."""
         if kind is not Kind.WAKE:
-            self.runtime.require_awake()
+            self.runtime.lending.require_awake()
         self.look()
         message = self._message(kind, argument)
         message[self.OVERFLOW] = overflow

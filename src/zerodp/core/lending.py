@@ -1,10 +1,11 @@
-"""Shards in other hands: the user's, who may write into them, and a save's, which reads them while training goes on."""
+"""Shards in other hands: the user's, who may write into them, a save's, which reads them while training goes on, or put away."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..errors import ShardedError
 from .control import Control, Kind
 
 if TYPE_CHECKING:
@@ -18,11 +19,20 @@ class Lending:
         self.runtime = runtime
         self.lent: list[int] | None = None  # versions of the shards when they were handed out for writing
         self.readers: list[Callable[[], None]] = []  # each returns when somebody has read what there was
+        self.asleep: Any = None  # what `zerodp.sleep` has put away
         self.ever_lent = False  # somebody may hold parts of the shards, and write without asking
+
+    def require_awake(self) -> None:
+        """
+        Raises:
+            ShardedError: the values are put away.
+        """
+        if self.asleep is not None:
+            raise ShardedError(self.asleep.message)
 
     def lend(self) -> None:
         """The shards go to the user, who may write into them."""
-        self.runtime.require_awake()
+        self.require_awake()
         self.before_change()
         self.runtime.look()
         self.ever_lent = True

@@ -35,7 +35,8 @@ class SegmentParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """Inside `step()` what the step was given; outside, this segment's part of the reduced gradient, live."""
-        self.engine.runtime.look()
+        if self.engine.runtime.places.delay.running is not None:
+            self.engine.runtime.look()
         given = grad_of(self)
         if given is not None:
             return given  # type: ignore[no-any-return]
@@ -44,7 +45,7 @@ class SegmentParameter(nn.Parameter):
             return None
         if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
             self.engine.require_gradients_here()
-        self.flat.homes[self.segment.piece].await_gradient()
+        self.flat.homes[self.segment.piece].arrive()
         return norms.part(self.flat, self.segment)
 
     @grad.setter
@@ -84,17 +85,19 @@ class Engine:
         return self.segments[(flat, index)]
 
     def require_gradients_here(self) -> None:
-        """
+        """As they rest on all ranks, whichever of them this one has.
+
         Raises:
-            ConfigError: a `torch.amp.GradScaler` cannot read them. It copies its scale to where they are, and does not wait.
+            ShardedError: a `torch.amp.GradScaler` cannot read them: it copies its scale to host memory, and does not wait for it.
         """
-        device = self.runtime.arena.device
-        for flat in self.runtime.flats():  # as they rest on all ranks, whichever of them this one has
-            home = next((home for home in flat.homes if home.place == "host"), None)
-            if home is not None and flat.residency.shards_gradients and device.type != home.arena.device.type:
-                raise ConfigError(
-                    f"torch.amp.GradScaler cannot read the gradients of unit {home.name!r}: they rest in host memory, the model computes on "
-                    f'{device}. Pass precision="fp16" to zerodp.shard, and call optimizer.backward(loss) instead of scaler.scale(loss).backward()'
+        runtime = self.runtime
+        for home in (home for flat in runtime.flats() if flat.optimized for home in flat.homes):
+            away = home.flat.residency.shards_gradients and home.arena.device.type != runtime.arena.device.type
+            if away or not home.live:
+                raise ShardedError(
+                    "torch.amp.GradScaler looks at all gradients at one time, and some rest "
+                    f"{'in host memory' if home.live else 'on disk'}: use precision='fp16' with optimizer.backward(loss), which looks at them "
+                    "piece by piece"
                 )
 
     def __iter__(self) -> Iterator[SegmentParameter]:
@@ -276,7 +279,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def zero_grad(runtime: Runtime, set_to_none: bool, only: dict[Flat, set[int]] | None = None) -> None:
     """Of all parameters of the model, or of `only` these (flat -> indices), reduced or waiting."""
-    runtime.require_awake()
     runtime.end_failed()
     for flat in runtime.flats():
         chosen = set(range(len(flat.parameters))) if only is None else only.get(flat, set())

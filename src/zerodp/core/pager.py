@@ -48,8 +48,8 @@ class Pager:
                 len(current.frozen) > 1
             ):  # the backward of a unit without gradients ends unseen; when the next but one begins, it has
                 self.let_go(self.units[current.frozen.pop(0)])
-        comes_halfway = unit.expected > 0 and self.runtime.reducer.under_way
-        self._prefetch(current, self.prefetch - bool(comes_halfway))
+        comes_halfway = current.phase == "backward" and unit.expected > 0 and bool(self.runtime.reducer.under_way)
+        self._prefetch(current, self.prefetch - comes_halfway)
         self._hint(current)
         self.wanted = None
 

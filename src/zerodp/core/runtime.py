@@ -81,7 +81,6 @@ class Runtime:
         self.hooks: list[Any] = []  # handles that undo the module hooks
         self.optimizer: Any = None
         self.places: Any  # `offload.places`: which tier each piece rests in
-        self.asleep: Any = None  # what `zerodp.sleep` has put away
         self.control = Control(self, comm, config.check)
         comm.last_event = self.last_event
 
@@ -111,7 +110,6 @@ class Runtime:
 
     def enter(self, module: nn.Module) -> bool:
         """A hooked module begins. True if this begins a pass, which is when inputs are cast."""
-        self.require_awake()
         self.end_failed()
         begins = not self.passes
         if begins:
@@ -168,11 +166,11 @@ class Runtime:
 
     def begin_backward(self, *_: Any) -> None:
         """Called by whatever autograd reaches first; may be called again."""
-        self.require_awake()
         self.end_failed()
         if self.passes and self.passes[-1].phase == "backward":
             return
         self.control.look()
+        self.reducer.drain()  # of the backward before, whose buckets the forward had the time to send
         synchronizes = self.synchronizes
         trains = tuple(unit.index for unit in self.units if unit.look())
         entered = tuple(dict.fromkeys(key for key, _ in self.forwards))
@@ -256,7 +254,8 @@ class Runtime:
         self.control.post(Kind.BACKWARD, current)
 
     def end_failed(self) -> None:
-        """End a backward pass that an exception has ended; the other ranks may still expect its launches."""
+        """What begins with every use: end a backward pass that an exception has ended; the other ranks may still expect its launches."""
+        self.lending.require_awake()
         if self.passes and self.passes[-1].failed:
             self.end_backward()
 
@@ -265,19 +264,10 @@ class Runtime:
         Raises:
             ShardedError: a forward or backward pass is under way, or the model is asleep.
         """
-        self.require_awake()
         self.end_failed()
         self.look()
         if self.passes:
             raise ShardedError(f"{what} inside a forward or backward pass: parameters are gathered on use there")
-
-    def require_awake(self) -> None:
-        """
-        Raises:
-            ShardedError: `zerodp.sleep` has put the model's values away.
-        """
-        if self.asleep is not None:
-            raise ShardedError(self.asleep.message)
 
     # ---- demand, launch, release
 
@@ -287,7 +277,7 @@ class Runtime:
 
     def fault(self, where: Where, use: str) -> None:
         """A hidden parameter is used: bring its unit here, or say why not."""
-        self.require_awake()
+        self.lending.require_awake()
         unit = where.flat.unit
         if self.passes:
             self.demand(unit)

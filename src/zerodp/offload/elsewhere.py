@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..tiers import ARRIVED, Opened, Tier, Transfer
+from ..tiers import ARRIVED, Tier, Transfer
 from .away import AwayTensor, away, hole, is_away, trapped
 from .home import GRADIENT, LEDGER, MASTER, STATES, Home, is_elementwise, moment_kind, multiply, spans_of
 from .source import Source
@@ -159,17 +159,13 @@ class Elsewhere(Home):
             arena.give(slot)
         self.link.out += self.numel * self.flat.grad_dtype.itemsize
 
-    def arriving_gradient(self) -> Opened:
-        """The gradient, which rests in host memory, on its way there."""
-        return self.tier.open(self.tickets[GRADIENT])
-
-    def await_gradient(self) -> None:
-        if self.live and self.keeps_gradient:
-            self.arriving_gradient().wait()
+    def arrive(self) -> None:
+        for ticket in self.tickets.values() if self.live else ():
+            self.tier.open(ticket).wait()
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
         self._claim_gradient()
-        self.await_gradient()
+        self.arrive()
         if self.live or not self.keeps_gradient:
             super().scale_gradient(factor, segments)
         else:
@@ -201,9 +197,7 @@ class Elsewhere(Home):
         self.users += 1
         if GRADIENT in kinds:
             self._claim_gradient()
-        if self.live:
-            for ticket in self.tickets.values():
-                self.tier.open(ticket).wait()  # gradients may still be on their way
+        self.arrive()
         for name in self.tickets:
             if (name if name in LEDGER else STATES) in kinds and name not in self.opened:
                 self.opened[name] = self.tier.open(self.tickets[name])

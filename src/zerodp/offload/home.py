@@ -127,14 +127,13 @@ class Home:
         self.arena.give(self.slot)  # which waits while a tensor of the user's still sees it
         self.slot = None
 
-    @contextlib.contextmanager
-    def summing(self, fresh: bool) -> Iterator[Tensor]:
-        """The gradient in memory of the device, to be written (if `fresh`) or added to."""
+    def summing(self, fresh: bool) -> contextlib.AbstractContextManager[Tensor]:
+        """Inside, the gradient in memory of the device, to be written (if `fresh`) or added to."""
         assert self.flat.grad is not None
-        yield self.flat.grad[self.piece]
+        return contextlib.nullcontext(self.flat.grad[self.piece])
 
-    def await_gradient(self) -> None:
-        """Where it is live, it may be read when this returns: copies to where it rests have ended."""
+    def arrive(self) -> None:
+        """Wait for gradients on their way, for somebody who looks at them without `walk`."""
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
         """Multiply all of it, or the parts of these segments."""

@@ -45,7 +45,7 @@ class Part:
 class _Unit:
     """What the pager asks of a unit."""
 
-    flats = ()
+    flats = far = ()
     kept = visible = False
     opened = holders = expected = 0
 
