@@ -46,7 +46,7 @@ class SegmentParameter(nn.Parameter):
             return None
         if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
             self.engine.require_gradients_here()
-        self.flat.homes[self.segment.piece].await_gradient()
+        self.flat.homes[self.segment.piece].arrive()
         return norms.part(self.flat, self.segment)
 
     @grad.setter
@@ -93,8 +93,10 @@ class Engine:
         return self.segments[(flat, index)]
 
     def require_gradients_here(self) -> None:
-        """
+        """As they rest on all ranks, whichever of them this one has.
+
         Raises:
+<<<<<<< HEAD
             ShardedError, ConfigError: a `torch.amp.GradScaler` cannot read them. It wants all at one time, and copies its scale to
                 where they are without waiting.
         """
@@ -111,6 +113,18 @@ class Engine:
                 raise ConfigError(
                     f"torch.amp.GradScaler cannot read the gradients of unit {home.name!r}: they rest in host memory, the model computes on "
                     f'{device}. Pass precision="fp16" to zerodp.shard, and call optimizer.backward(loss) instead of scaler.scale(loss).backward()'
+=======
+            ShardedError: a `torch.amp.GradScaler` cannot read them: it copies its scale to host memory, and does not wait for it.
+        """
+        runtime = self.runtime
+        for home in (home for flat in runtime.flats() if flat.optimized for home in flat.homes):
+            away = home.flat.residency.shards_gradients and home.arena.device.type != runtime.arena.device.type
+            if away or not home.live:
+                raise ShardedError(
+                    "torch.amp.GradScaler looks at all gradients at one time, and some rest "
+                    f"{'in host memory' if home.live else 'on disk'}: use precision='fp16' with optimizer.backward(loss), which looks at them "
+                    "piece by piece"
+>>>>>>> f1
                 )
 
     def __iter__(self) -> Iterator[SegmentParameter]:

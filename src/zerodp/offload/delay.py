@@ -18,7 +18,7 @@ from ..core.norms import part
 from ..core.parameter import set_grad
 from ..tiers import Opened
 from .elsewhere import Elsewhere
-from .home import Home
+from .home import GRADIENT, Home
 from .stepping import LARGE_WINDOW_NUMEL, Update, fits, run
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Delay:
         beside = {home for home, _ in later}
         run(update, {home: segments for home, segments in chosen.items() if home not in beside})
         gradients = {one: self._gradient(home, one) for home, segments in later for one in segments}
-        arriving = [home.arriving_gradient() for home, _ in later if home.keeps_gradient]
+        arriving = [home.tier.open(home.tickets[GRADIENT]) for home, _ in later if home.keeps_gradient]
         self.unpublished, self.behind = [home for home, _ in later], flats
         assert self.threads is not None
         self.running = self.threads.submit(
@@ -105,7 +105,7 @@ class Delay:
             home.reader = self
             self.lenders.append(home)
             return gradient
-        home.await_gradient()
+        home.arrive()
         ticket = home.tier.reserve(gradient.numel(), one.dtype, "gradients", home.name)
         self.leaving.append((home.tier, ticket))
         copy: Tensor = home.tier.open(ticket).wait()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..tiers import ARRIVED, Opened, Tier, Transfer
+from ..tiers import ARRIVED, Tier, Transfer
 from .away import AwayTensor, away, hole, is_away, trapped
 from .home import GRADIENT, LEDGER, MASTER, STATES, Home, is_elementwise, moment_kind, multiply, spans_of
 from .source import Source
@@ -159,6 +159,7 @@ class Elsewhere(Home):
             arena.give(slot)
         self.link.out += self.numel * self.flat.grad_dtype.itemsize
 
+<<<<<<< HEAD
     def arriving_gradient(self) -> Opened:
         """The gradient, which rests in host memory, on its way there."""
         return self.tier.open(self.tickets[GRADIENT])
@@ -166,10 +167,15 @@ class Elsewhere(Home):
     def await_gradient(self) -> None:
         if self.live and self.keeps_gradient:
             self.arriving_gradient().wait()
+=======
+    def arrive(self) -> None:
+        for ticket in self.tickets.values() if self.live else ():
+            self.tier.open(ticket).wait()
+>>>>>>> f1
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
         self._claim_gradient()
-        self.await_gradient()
+        self.arrive()
         if self.live or not self.keeps_gradient:
             super().scale_gradient(factor, segments)
         else:
