@@ -310,11 +310,7 @@ def test_grad_scaler_refuses_what_it_cannot_wait_for(explicit: bool) -> None:
     model, optimizer = zerodp.shard(model, sgd(model), stage=2, offload=Offload(optimizer="host"))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(torch.ones(1, 1)).sum()).backward()
-<<<<<<< HEAD
-    model._zerodp.reducer.drain()
-=======
     zerodp.full_grads(model)  # they have been reduced
->>>>>>> f1
     model._zerodp.arena.device = torch.device("meta")  # as far from the host as an accelerator
     with pytest.raises(
         zerodp.ShardedError, match=r"GradScaler looks at all .* some rest in host memory: use precision='fp16'"

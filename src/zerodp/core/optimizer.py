@@ -96,24 +96,6 @@ class Engine:
         """As they rest on all ranks, whichever of them this one has.
 
         Raises:
-<<<<<<< HEAD
-            ShardedError, ConfigError: a `torch.amp.GradScaler` cannot read them. It wants all at one time, and copies its scale to
-                where they are without waiting.
-        """
-        flats = (flat for flat in self.runtime.flats() if flat.optimized)
-        if not all(home.live for flat in flats for home in flat.homes):
-            raise ShardedError(
-                "torch.amp.GradScaler looks at all gradients at one time, and some rest on disk: use precision='fp16' with "
-                "optimizer.backward(loss), which looks at them piece by piece"
-            )
-        device = self.runtime.arena.device
-        for flat in self.runtime.flats():  # as they rest on all ranks, whichever of them this one has
-            home = next((home for home in flat.homes if home.place == "host"), None)
-            if home is not None and flat.residency.shards_gradients and device.type != home.arena.device.type:
-                raise ConfigError(
-                    f"torch.amp.GradScaler cannot read the gradients of unit {home.name!r}: they rest in host memory, the model computes on "
-                    f'{device}. Pass precision="fp16" to zerodp.shard, and call optimizer.backward(loss) instead of scaler.scale(loss).backward()'
-=======
             ShardedError: a `torch.amp.GradScaler` cannot read them: it copies its scale to host memory, and does not wait for it.
         """
         runtime = self.runtime
@@ -124,7 +106,6 @@ class Engine:
                     "torch.amp.GradScaler looks at all gradients at one time, and some rest "
                     f"{'in host memory' if home.live else 'on disk'}: use precision='fp16' with optimizer.backward(loss), which looks at them "
                     "piece by piece"
->>>>>>> f1
                 )
 
     def __iter__(self) -> Iterator[SegmentParameter]:

@@ -159,19 +159,9 @@ class Elsewhere(Home):
             arena.give(slot)
         self.link.out += self.numel * self.flat.grad_dtype.itemsize
 
-<<<<<<< HEAD
-    def arriving_gradient(self) -> Opened:
-        """The gradient, which rests in host memory, on its way there."""
-        return self.tier.open(self.tickets[GRADIENT])
-
-    def await_gradient(self) -> None:
-        if self.live and self.keeps_gradient:
-            self.arriving_gradient().wait()
-=======
     def arrive(self) -> None:
         for ticket in self.tickets.values() if self.live else ():
             self.tier.open(ticket).wait()
->>>>>>> f1
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
         self._claim_gradient()

@@ -132,13 +132,8 @@ class Home:
         assert self.flat.grad is not None
         return contextlib.nullcontext(self.flat.grad[self.piece])
 
-<<<<<<< HEAD
-    def await_gradient(self) -> None:
-        """Where it is live, it may be read when this returns: copies to where it rests have ended."""
-=======
     def arrive(self) -> None:
         """Wait for gradients on their way, for somebody who looks at them without `walk`."""
->>>>>>> f1
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
         """Multiply all of it, or the parts of these segments."""
