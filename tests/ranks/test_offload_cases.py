@@ -17,6 +17,7 @@ from tests.ranks.oracle import Task, adamw, all_close, close, rows, run, same, s
 from tests.ranks.pool import on_ranks
 from tests.ranks.toys import Block, Lion, Net, ToyA, X, toy_b
 from zerodp import Offload
+from zerodp.offload import room
 from zerodp.tiers.disk import BUFFER_BYTES
 
 case = pytest.mark.case
@@ -299,6 +300,65 @@ def test_grad_scaler() -> None:
                 zerodp.ShardedError, match="GradScaler looks at all gradients at one time, and some rest on"
             ):
                 scaler.step(optimizer)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("explicit", [False, True])
+def test_grad_scaler_refuses_what_it_cannot_wait_for(explicit: bool) -> None:
+    """Gradients in host memory of a model that computes elsewhere: an error on all ranks, also on those that have none of them."""
+    model: Any = nn.Linear(1, 1, bias=False)  # one rank has all of it
+    model, optimizer = zerodp.shard(model, sgd(model), stage=2, offload=Offload(optimizer="host"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+    model._zerodp.reducer.drain()
+    model._zerodp.arena.device = torch.device("meta")  # as far from the host as an accelerator
+    with pytest.raises(zerodp.ConfigError, match=r"GradScaler cannot read the gradients of unit .* precision=\"fp16\""):
+        (scaler.unscale_ if explicit and dist.get_rank() == 0 else scaler.step)(optimizer)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(2)
+def test_the_room_that_is_asked_for_is_enough(precision: str, stage: int) -> None:
+    """Also for the gradients of two steps, where updates run beside the next pass."""
+    asked: list[int] = []
+    report = room.report
+    for delayed in (False, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(room, "report", lambda folder, host, disk: asked.append(host) or report(folder, host, disk))
+            torch.manual_seed(0)
+            model: Any = Net()
+            offload = Offload(optimizer="host", delayed_update=delayed)
+            model, optimizer = zerodp.shard(model, adamw(model), stage=stage, precision=precision, offload=offload)
+        for step in range(4):
+            squares(model, rows(3)(step, 0, dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = zerodp.stats(model).memory.host_peak
+        assert sum(size for kind, size in peak.items() if kind not in ("buckets", "unsharded")) <= asked[-1]
+    numel = sum(p.numel() for p in Net().parameters())
+    assert asked[1] - asked[0] >= 4 * numel / dist.get_world_size()
+
+
+@on_ranks(2)
+def test_frozen_parameters_rest_once() -> None:
+    """Also with a delayed update; trained later, they are updated at once, as forward reads the master itself."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    model.blocks.requires_grad_(False)
+    offload = Offload(optimizer="host", params="host", delayed_update=1)
+    model, optimizer = zerodp.shard(model, adamw(model), stage=3, units=[Block], offload=offload)
+    flats = [flat for flat in model._zerodp.flats() if not flat.trains]
+    assert flats
+    assert all(home.source.is_master for flat in flats for home in flat.homes)
+    model.blocks.requires_grad_(True)
+    for step in range(3):
+        squares(model, rows(3)(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = model.state_dict()
+    with zerodp.full_params(model):
+        behind = {name for name, value in model.named_parameters() if not torch.equal(value, masters[name])}
+    assert behind == {name for name, _ in model.named_parameters() if not name.startswith("blocks")}
 
 
 @on_ranks(2)

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import zerodp
+from tests.late import LateTier
 from tests.limits import largest_file
 from zerodp.tiers import file as files
 from zerodp.tiers.disk import DiskTier
@@ -322,3 +323,16 @@ def test_a_tier_that_is_dropped_ends_its_threads_and_its_file(tmp_path: Path) ->
     assert not any(thread.is_alive() for thread in threads)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(handle)
+
+
+def test_buffers_stay_bounded_while_copies_to_the_device_are_late(tmp_path: Path) -> None:
+    tier = small(tmp_path)
+    tier.host = LateTier(CPU, ALIGN)
+    tickets = [tier.put(torch.full((1000,), float(number)), KIND) for number in range(20)]
+    out = [torch.empty(1000) for _ in tickets]
+    coming = [tier.fetch(ticket, into).launched() for ticket, into in zip(tickets, out, strict=True)]
+    assert tier.host.arena.peak[KIND] <= 10 * ALIGN
+    for one in coming:
+        one.wait()
+    assert [into.unique().tolist() for into in out] == [[number] for number in range(20)]
+    tier.close()

@@ -20,6 +20,7 @@ from py_mini_racer import MiniRacer
 from torch import nn
 
 import zerodp
+from tests.unit.test_traced import Pair
 from zerodp.config import PRECISIONS
 from zerodp.core.stages import STAGES
 from zerodp.errors import ConfigError
@@ -241,6 +242,23 @@ def test_wrong_settings(options: dict[str, Any], message: str) -> None:
         zerodp.plan(1e9, **{"world_size": 8, **options})
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (1e9, {"ignore": ["head.*"]}, "ignore: names parameters of a module, got ['head.*'] without one"),
+        (GPT3, {"loss": sum}, "loss: a step's loss is computed from the module's output"),
+        (nn.Linear(2, 2), {"loss": sum}, "loss: a step's loss is computed from the module's output"),
+        ("config", {"units": "linear"}, "units: a config file is planned by its layers, got 'linear'"),
+        ("config", {"ignore": ["wte.*"]}, "ignore: names parameters of a module"),
+        (1e9, {"units": ["blocks.*"]}, "units: without a module expected one of block, branch, linear"),
+    ],
+)
+def test_nothing_given_does_nothing(model: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        zerodp.plan(tmp_path if model == "config" else model, world_size=2, **options)
+
+
 @pytest.mark.parametrize("wrong", [0, -5, float("nan"), float("inf"), True, None, [1]])
 def test_wrong_models(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module, a count of parameters"):
@@ -350,6 +368,13 @@ def test_largest_that_fits_does_fit() -> None:
             assert bool(estimate(one, changed, stage).problems) == (value == 0), (stage, name, value)
 
 
+def test_the_largest_model_is_cut_as_the_units_say() -> None:
+    """Smaller pages leave room for more, at the stage that has pages."""
+    setup = Setup(64, device_memory=8 * 10**9)
+    block, linear = (most_that_fit(of_count(1e9, BF16, cut=cut), setup, 3)["parameters"] for cut in ("block", "linear"))
+    assert linear > block
+
+
 def test_auto_stages_on_numbers() -> None:
     model = of_count(1e9, BF16)
     sizes = {stage: estimate(model, Setup(8), stage).device_bytes for stage in STAGES}
@@ -371,8 +396,13 @@ def test_auto_stages_on_numbers() -> None:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[MiniRacer]:
     """A browser's engine with the script of a page in it, but without a document."""
-    found = zerodp.plan(GPT3, world_size=1024, device_memory="80GB", checkpointing="full")
-    script = re.search(r"<script>\n(.*?)</script>", page.html(found), re.DOTALL)
+    with script_of(zerodp.plan(GPT3, world_size=1024, device_memory="80GB", checkpointing="full")) as context:
+        yield context
+
+
+@contextlib.contextmanager
+def script_of(plan: zerodp.Plan) -> Iterator[MiniRacer]:
+    script = re.search(r"<script>\n(.*?)</script>", page.html(plan), re.DOTALL)
     assert script is not None
     with contextlib.closing(MiniRacer()) as context:  # left open, its threads may outlive the interpreter
         context.eval(script[1])
@@ -417,6 +447,42 @@ def test_javascript_python_and_the_estimate_agree(options: dict[str, Any], engin
         assert python["wire_elements"] == pytest.approx(found.wire_elements, rel=1e-12)
         assert python["sent_elements"] == pytest.approx(found.sent_elements, rel=1e-12)
         assert python["away"] == pytest.approx(sum(found.tiers.values()), rel=1e-12)
+
+
+def test_a_traced_module_has_its_activations_in_the_page() -> None:
+    """Those of both traces, at rest on the device and away from it; the verdict counts them."""
+    model = nn.Sequential(*(Pair(256, 256) for _ in range(4)))
+    given: dict[str, Any] = {"world_size": 4, "precision": "fp32", "inputs": torch.zeros(512, 256)}
+    plan = zerodp.plan(model, device_memory="1GB", **given)
+    state = {"ranks": 4, "stage": 2, "batch": 1, "sequence": 0, "checkpointing": "none", "offload": "nothing"}
+    assert set(plan.model.traces) == {False, True}
+    with script_of(plan) as engine:
+        for kind in ("none", "selective", "full"):
+            traced = plan.model.traces[kind == "full"]
+            found = json.loads(
+                engine.eval(f"JSON.stringify(figures({json.dumps({**state, 'checkpointing': kind})}, 2))")
+            )
+            assert found["activations"] == traced.peak_bytes > 0
+            assert found["working"] == traced.peak_bytes - traced.saved_bytes
+        assert engine.eval("verdict(initial())").endswith(" on each device, and fits 900 MB.")
+    away = zerodp.plan(model, checkpointing="full", offload_activations="host", **given)
+    with script_of(away) as engine:
+        found = json.loads(engine.eval("JSON.stringify(figures(initial(), 2))"))
+        assert found["activations"] == pytest.approx(away.estimates[2].kinds["activations"])
+        assert found["away"] == away.estimates[2].tiers["host"] > 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "verdict"),
+    [
+        ("1GB", ", besides activations, which are not known; 900 MB may be used."),
+        ("1kB", "not known, and does not fit 900 B."),
+    ],
+)
+def test_the_page_has_no_verdict_without_activations(memory: str, verdict: str) -> None:
+    plan = zerodp.plan(nn.Linear(64, 64), world_size=4, device_memory=memory)
+    with script_of(plan) as engine:
+        assert engine.eval("verdict(initial())").endswith(verdict)
 
 
 def test_the_page_needs_nothing_from_outside() -> None:

@@ -7,6 +7,7 @@ that nothing short-lived leaves holes between the long-lived. Once the largest s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ KINDS = (*STATES, "unsharded", "buckets", "activations")
 LONG = ("activations", "gradients")  # kinds whose slots outlive many others
 TOP = ("buckets", "gradients")  # of the two kinds that share a region, the one that fills it from above
 FEW_RANKS = 64
+# What sees slots for as long as it copies them elsewhere. Asked to `settle`, it lets go of those that have been copied.
+KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Parts(dict[int, Tensor]):
@@ -134,6 +137,8 @@ class Arena:
     def settle(self) -> None:
         """Look again at the slots in limbo."""
         if self.limbo:
+            for keeper in KEEPERS:
+                keeper.settle()
             waiting, self.limbo = self.limbo, []
             for slot in waiting:
                 self.give(slot)

@@ -42,8 +42,12 @@ class SegmentParameter(nn.Parameter):
         if given is not None:
             return given  # type: ignore[no-any-return]
         self.engine.runtime.reducer.drain()
-        self.flat.homes[self.segment.piece].arrive()
-        return None if self.flat.grad is None else norms.part(self.flat, self.segment)
+        if self.flat.grad is None:
+            return None
+        if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
+            self.engine.require_gradients_here()
+        self.flat.homes[self.segment.piece].await_gradient()
+        return norms.part(self.flat, self.segment)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -87,6 +91,27 @@ class Engine:
             self.segments[(flat, index)] = made
             flat.optimized = True
         return self.segments[(flat, index)]
+
+    def require_gradients_here(self) -> None:
+        """
+        Raises:
+            ShardedError, ConfigError: a `torch.amp.GradScaler` cannot read them. It wants all at one time, and copies its scale to
+                where they are without waiting.
+        """
+        flats = (flat for flat in self.runtime.flats() if flat.optimized)
+        if not all(home.live for flat in flats for home in flat.homes):
+            raise ShardedError(
+                "torch.amp.GradScaler looks at all gradients at one time, and some rest on disk: use precision='fp16' with "
+                "optimizer.backward(loss), which looks at them piece by piece"
+            )
+        device = self.runtime.arena.device
+        for flat in self.runtime.flats():  # as they rest on all ranks, whichever of them this one has
+            home = next((home for home in flat.homes if home.place == "host"), None)
+            if home is not None and flat.residency.shards_gradients and device.type != home.arena.device.type:
+                raise ConfigError(
+                    f"torch.amp.GradScaler cannot read the gradients of unit {home.name!r}: they rest in host memory, the model computes on "
+                    f'{device}. Pass precision="fp16" to zerodp.shard, and call optimizer.backward(loss) instead of scaler.scale(loss).backward()'
+                )
 
     def __iter__(self) -> Iterator[SegmentParameter]:
         return (segment for segments in self.segments.values() for segment in segments)
@@ -247,12 +272,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
-            flats = (flat for flat in self._zerodp.runtime.flats() if flat.optimized)
-            if not all(home.live for flat in flats for home in flat.homes):
-                raise ShardedError(
-                    "torch.amp.GradScaler looks at all gradients at one time, and some rest on disk: use precision='fp16' with "
-                    "optimizer.backward(loss), which looks at them piece by piece"
-                )
+            self._zerodp.require_gradients_here()
             self._zerodp.grad_scaler = scaler
             if scaler._per_optimizer_states[id(self)]["stage"].name == "READY":
                 scaler.unscale_(self)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..tiers import ARRIVED, Transfer
 from .arena import Arena, Parts, Slot
 from .bits import same_memory
 from .comm import Comm, Handle
@@ -78,7 +79,7 @@ class Flat:
         self.full: Cut | None = None  # where parameters stay whole
         self.master: list[Tensor] = []  # this rank's part of each piece, in shard_dtype; what the optimizer updates
         self.slot: Slot | None = None  # where the page is, while it is here
-        self.handles: list[Handle] = []
+        self.handles: list[Handle | Transfer] = []
         self.stale = False  # the shards were stepped since the last gather
         self.optimized = False  # an optimizer steps these shards
         # gradients
@@ -184,13 +185,16 @@ class Flat:
         self.handles = self.gather_into(page, comm)
         self.stale = False
 
-    def gather_into(self, out: Cut, comm: Comm, masters: bool = False) -> list[Handle]:
+    def gather_into(self, out: Cut, comm: Comm, masters: bool = False) -> list[Handle | Transfer]:
         """Start gathering all ranks' parts into `out`, cast to its dtype: the masters, or what forward computes with."""
-        handles = []
+        handles: list[Handle | Transfer] = []
         for home, piece, parts in zip(self.homes, out.pieces, out.parts, strict=True):
-            (home.read if masters else home.source.fetch)(parts[self.group.rank])
+            coming = (home.read if masters else home.source.fetch)(parts[self.group.rank])
             if self.group.size > 1:
-                handles.append(comm.all_gather(piece, self.group, self.unit.name, parts))
+                with coming.behind():  # so that what this rank computes meanwhile waits for neither
+                    handles.append(comm.all_gather(piece, self.group, self.unit.name, parts))
+            elif coming is not ARRIVED:
+                handles.append(coming)
         return handles
 
     def wait(self) -> None:
@@ -217,7 +221,7 @@ class Flat:
     def free(self, arena: Arena) -> None:
         """Give the page back; nothing to do where parameters stay whole."""
         if self.slot is not None:
-            if self.handles and self.handles[0].comm.broken is None:
+            if self.unit.runtime.comm.broken is None:
                 self.wait()
             self.handles = []
             visible = self.unit.visible

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.norms import part
 from ..core.parameter import set_grad
+from ..tiers import Opened
 from .elsewhere import Elsewhere
 from .home import Home
 from .stepping import LARGE_WINDOW_NUMEL, Update, fits, run
@@ -50,12 +51,17 @@ class Delay:
             run(update, chosen)
             update.conclude()
             return fresh | flats
-        run(update, {home: segments for home, segments in chosen.items() if home.place == "device"})
-        later = [(home, segments) for home, segments in chosen.items() if isinstance(home, Elsewhere)]
+        # Where the master itself serves gathers (a parameter that was frozen at first), it must not change beside them.
+        later = [(h, these) for h, these in chosen.items() if isinstance(h, Elsewhere) and not h.source.is_master]
+        beside = {home for home, _ in later}
+        run(update, {home: segments for home, segments in chosen.items() if home not in beside})
         gradients = {one: self._gradient(home, one) for home, segments in later for one in segments}
+        arriving = [home.arriving_gradient() for home, _ in later if home.keeps_gradient]
         self.unpublished, self.behind = [home for home, _ in later], flats
         assert self.threads is not None
-        self.running = self.threads.submit(self._beside, update, [segments for _, segments in later], gradients)
+        self.running = self.threads.submit(
+            self._beside, update, [segments for _, segments in later], gradients, arriving
+        )
         return fresh | flats
 
     def end(self) -> None:
@@ -99,15 +105,22 @@ class Delay:
             home.reader = self
             self.lenders.append(home)
             return gradient
+        home.await_gradient()
         ticket = home.tier.reserve(gradient.numel(), one.dtype, "gradients", home.name)
         self.leaving.append((home.tier, ticket))
         copy: Tensor = home.tier.open(ticket).wait()
         return copy.copy_(gradient).div_(one.flat.grad_scale)
 
     def _beside(
-        self, update: Update, later: list[Sequence[SegmentParameter]], gradients: dict[SegmentParameter, Tensor]
+        self,
+        update: Update,
+        later: list[Sequence[SegmentParameter]],
+        gradients: dict[SegmentParameter, Tensor],
+        arriving: list[Opened],
     ) -> None:
         self.thread = threading.get_ident()
+        for gradient in arriving:
+            gradient.wait()
         window: list[SegmentParameter] = []
         with torch.no_grad():
             for segments in later:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..tiers import Tier
+from ..tiers import ARRIVED, Opened, Tier, Transfer
 from .away import AwayTensor, away, hole, is_away, trapped
 from .home import GRADIENT, LEDGER, MASTER, STATES, Home, is_elementwise, moment_kind, multiply, spans_of
 from .source import Source
@@ -71,18 +71,20 @@ class Elsewhere(Home):
         if self.live:
             self._open(MASTER)
 
-    def read(self, out: Tensor) -> None:
+    def read(self, out: Tensor) -> Transfer:
+        self.link.back += out.numel() * self.flat.shard_dtype.itemsize
+        same = out.dtype == self.flat.shard_dtype
+        if same and (self.live or MASTER not in self.shown):
+            return self.tier.fetch(self.tickets[MASTER], out).launched()
         if MASTER in self.shown:
             out.copy_(self.shown[MASTER])
-        elif out.dtype == self.flat.shard_dtype:
-            self.tier.fetch(self.tickets[MASTER], out).wait()
         else:
             arena = self.flat.unit.runtime.arena
             slot = arena.take(self.numel, self.flat.shard_dtype, "unsharded", self.name)
             self.tier.fetch(self.tickets[MASTER], slot.tensor).wait()
             out.copy_(slot.tensor)
             arena.give(slot)
-        self.link.back += out.numel() * self.flat.shard_dtype.itemsize
+        return ARRIVED
 
     def ahead(self) -> None:
         self.tier.ahead(self.tickets[MASTER])
@@ -157,12 +159,17 @@ class Elsewhere(Home):
             arena.give(slot)
         self.link.out += self.numel * self.flat.grad_dtype.itemsize
 
-    def arrive(self) -> None:
-        for ticket in self.tickets.values() if self.live else ():
-            self.tier.open(ticket).wait()
+    def arriving_gradient(self) -> Opened:
+        """The gradient, which rests in host memory, on its way there."""
+        return self.tier.open(self.tickets[GRADIENT])
+
+    def await_gradient(self) -> None:
+        if self.live and self.keeps_gradient:
+            self.arriving_gradient().wait()
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
         self._claim_gradient()
+        self.await_gradient()
         if self.live or not self.keeps_gradient:
             super().scale_gradient(factor, segments)
         else:
@@ -200,7 +207,9 @@ class Elsewhere(Home):
         self.users += 1
         if GRADIENT in kinds:
             self._claim_gradient()
-        self.arrive()
+        if self.live:
+            for ticket in self.tickets.values():
+                self.tier.open(ticket).wait()  # gradients may still be on their way
         for name in self.tickets:
             if (name if name in LEDGER else STATES) in kinds and name not in self.opened:
                 self.opened[name] = self.tier.open(self.tickets[name])

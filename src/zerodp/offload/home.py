@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.bits import same_memory
+from ..tiers import ARRIVED, Transfer
 from .source import Source
 
 if TYPE_CHECKING:
@@ -88,11 +89,12 @@ class Home:
             self.arena.release(old.nbytes, "parameters")
         self._show_master(self.arena.allocate(self.numel, flat.shard_dtype, "master").copy_(old))
 
-    def read(self, out: Tensor) -> None:
-        """The master's values into `out` [numel] on the device, cast to its dtype."""
+    def read(self, out: Tensor) -> Transfer:
+        """The master's values into `out` [numel] on the device, cast to its dtype; see `Source.fetch`."""
         master = self.flat.master[self.piece]
         if not same_memory(out, master):
             out.copy_(master)
+        return ARRIVED
 
     def attach(self, segment: Any, state: dict[Any, dict[str, Any]]) -> None:
         """A segment of the optimizer looks at the master from here on; `state` is the optimizer's."""
@@ -130,8 +132,8 @@ class Home:
         assert self.flat.grad is not None
         return contextlib.nullcontext(self.flat.grad[self.piece])
 
-    def arrive(self) -> None:
-        """Wait for gradients on their way, for somebody who looks at them without `walk`."""
+    def await_gradient(self) -> None:
+        """Where it is live, it may be read when this returns: copies to where it rests have ended."""
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
         """Multiply all of it, or the parts of these segments."""

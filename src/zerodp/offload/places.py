@@ -69,6 +69,8 @@ class Places:
             size = state_bytes(flat, moments) if flat.trains else flat.shard_dtype.itemsize
             for home, (states, source) in zip(flat.homes, places, strict=True):
                 needs[states] += size * home.numel + (2 + moments) * ALIGN  # each in whole blocks, on disk
+                if self.offload.delayed_update and flat.trains and states != "device":
+                    needs[states] += flat.shard_dtype.itemsize * home.numel  # what an update reads beside the next pass
                 if isinstance(home.source, Kept):
                     needs[source] += flat.param_dtype.itemsize * home.numel + ALIGN
         return needs
@@ -95,7 +97,7 @@ class Places:
     def _source(self, flat: Flat, place: str, params: str) -> Source:
         """The master serves gathers itself where it rests in the right place, in a dtype that is no more to move."""
         same = place == params and (place == "device" or flat.param_dtype == flat.shard_dtype or not flat.trains)
-        if same and not (self.offload.delayed_update and place != "device"):
+        if same and not (self.offload.delayed_update and place != "device" and flat.trains):
             return Source()
         if params == "device":
             return Beside(self.host, self.link, self.threads)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.bits import same_memory
-from ..tiers import Tier
+from ..tiers import ARRIVED, Tier, Transfer
 from ..tiers.host import HostTier
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class Source:
     def take(self, values: Tensor) -> None:
         """Keep the first values, on the device in the dtype of the master."""
 
-    def fetch(self, out: Tensor) -> None:
-        """This rank's part into `out` [numel], at its place in the page."""
-        self.home.read(out)
+    def fetch(self, out: Tensor) -> Transfer:
+        """This rank's part into `out` [numel], at its place in the page; on its way by streams only when this returns."""
+        return self.home.read(out)
 
     @property
     def is_far(self) -> bool:
@@ -97,10 +97,11 @@ class Beside(Copied):
         self.arrive()
         del self.values
 
-    def fetch(self, out: Tensor) -> None:
+    def fetch(self, out: Tensor) -> Transfer:
         self.arrive()
         if not same_memory(out, self.values):
             out.copy_(self.values)
+        return ARRIVED
 
     def publish(self) -> None:
         master = self.home.flat.master[self.home.piece]
@@ -139,10 +140,10 @@ class Kept(Copied):
         self.arrive()
         self.tier.free(self.ticket)
 
-    def fetch(self, out: Tensor) -> None:
+    def fetch(self, out: Tensor) -> Transfer:
         self.arrive()
-        self.tier.fetch(self.ticket, out).wait()
         self.link.back += out.nbytes
+        return self.tier.fetch(self.ticket, out).launched()
 
     def ahead(self) -> None:
         self.tier.ahead(self.ticket)

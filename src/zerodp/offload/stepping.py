@@ -35,10 +35,10 @@ def run(update: Update, chosen: Mapping[Home, Sequence[SegmentParameter]]) -> No
     for home, segments in chosen.items():
         if not home.live or not all(fits(one) for one in segments):
             # On the device as much memory for casts as the largest flat needs; elsewhere enough to be worth a call.
-            window = (math.inf, home.flat) if home.place == "device" else (WINDOW_NUMEL, None)
+            key: tuple[float, Flat | None] = (math.inf, home.flat) if home.place == "device" else (WINDOW_NUMEL, None)
         else:
-            window = (math.inf if home.source.is_master else LARGE_WINDOW_NUMEL, None)
-        groups.setdefault(window, []).append(home)
+            key = (math.inf if home.source.is_master else LARGE_WINDOW_NUMEL, None)
+        groups.setdefault(key, []).append(home)
     for (numel, _), homes in groups.items():
         for window in windows(homes, (MASTER, GRADIENT, STATES), (MASTER, STATES), numel):
             slots = [slot for home in window for slot in _give(chosen[home])]

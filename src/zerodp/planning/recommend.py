@@ -141,7 +141,7 @@ def largest(good: Callable[[int], bool], limit: int) -> int:
 
 
 def most_that_fit(model: Model, setup: Setup, stage: int) -> dict[str, int]:
-    """The largest `parameters` (of a GPT like GPT-3, whatever the model), and `batch` and `sequence` of this model."""
+    """The largest `parameters` (of a GPT like GPT-3 with units cut as this model's, whatever the model), and `batch` and `sequence` of this model."""
     if setup.usable_bytes is None:
         return {}
 
@@ -150,7 +150,7 @@ def most_that_fit(model: Model, setup: Setup, stage: int) -> dict[str, int]:
 
     sequence = setup.sequence or (model.shape.sequence if model.shape else None)
     found = {
-        "parameters": 10**6 * largest(lambda n: holds(of_count(n * 10**6, setup.dtypes, sequence)), 10**9),
+        "parameters": 10**6 * largest(lambda n: holds(of_count(n * 10**6, setup.dtypes, sequence, model.cut)), 10**9),
     }
     if model.shape is not None and sequence is not None:
         found["batch"] = largest(lambda n: holds(model, batch=n), 10**6)

@@ -5,6 +5,7 @@ A tier knows bytes. It does not know what they mean, when they are needed again,
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -20,12 +21,28 @@ class Transfer(Protocol):
             StorageError: they cannot be read.
         """
 
+    def launched(self) -> Transfer:
+        """The caller waits for the part of the way that streams do not go; the result is the rest of it.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+
+    def behind(self) -> contextlib.AbstractContextManager[Any]:
+        """What is launched inside comes after a launched transfer; what comes after this does not."""
+
 
 class Arrived:
     """A transfer that has ended."""
 
     def wait(self) -> None:
         pass
+
+    def launched(self) -> Transfer:
+        return self
+
+    def behind(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
 
 ARRIVED = Arrived()

@@ -293,7 +293,7 @@ class DiskTier:
                 with contextlib.suppress(StorageError):  # whoever needs it reads it again, and hears of it then
                     self._finish(hinted)
                 self._rest(hinted)
-            else:
+            elif not self.host.reclaim():  # what copies to the device have read comes back when they end
                 break  # all of it is in use
         return self.host.reserve(page.size, torch.uint8, page.kind, page.label)
 
@@ -321,11 +321,17 @@ class Read:
         self.tier, self.page, self.out = tier, page, out
 
     def wait(self) -> None:
+        self.launched().wait()
+
+    def launched(self) -> Transfer:
         try:
             self.tier._finish(self.page)
-            self.tier.host.read(self.page.values, self.out).wait()
+            return self.tier.host.read(self.page.values, self.out)
         finally:
             self.tier._leave(self.page)
+
+    def behind(self) -> Any:
+        return self.launched().behind()
 
 
 class Opening:

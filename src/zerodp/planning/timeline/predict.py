@@ -31,9 +31,9 @@ class UnitSeconds:
 
 
 def predict(model: Model, setup: Setup, stage: Stage, machine: Machine) -> Timeline | None:
-    """One step in the steady state; None where the tokens of a sample are not known, or states are offloaded."""
+    """One step in the steady state; None where the tokens of a sample are not known, or states or activations are offloaded."""
     tokens = tokens_per_backward(model, setup)
-    if tokens is None or (setup.offload_optimizer, setup.offload_params) != ("device", "device"):
+    if tokens is None or {setup.offload_optimizer, setup.offload_params, setup.offload_activations} != {"device"}:
         return None
     placed = {unit.name: list(place(model, unit, setup, stage)) for unit in model.units}
     parts = [part(unit, placed[unit.name]) for unit in model.units]

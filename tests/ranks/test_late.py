@@ -1,0 +1,61 @@
+"""Copies between host and device that end late, as they do on an accelerator: the same bits, whoever could be too early."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.late import LateTier
+from tests.ranks.oracle import all_close, close
+from tests.ranks.pool import on_ranks
+from tests.ranks.test_offload import Story, delayed, delayed_oracle, told
+from zerodp import Offload
+from zerodp.offload.elsewhere import Elsewhere
+
+
+def late(patch: pytest.MonkeyPatch) -> None:
+    """From here on model states in host memory are as far from the device as on an accelerator."""
+    patch.setattr("zerodp.offload.places.HostTier", LateTier)
+    patch.setattr(Elsewhere, "sums_in_place", False)
+
+
+PLACES = {
+    "states": (Offload(optimizer="host"), 2),
+    "parameters": (Offload(params="host"), 3),
+    "both": (Offload(optimizer="host", params="host"), 3),
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", PLACES)
+def test_the_same_bits(name: str) -> None:
+    offload, stage = PLACES[name]
+    for precision in ("fp32", "bf16"):
+        options = {"stage": stage, "precision": precision, "prefetch": 2}
+        reference = told(Offload(), **options)
+        with pytest.MonkeyPatch.context() as patch:
+            late(patch)
+            told(offload, **options).equals(reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_delayed_update(looks: bool) -> None:
+    for stage in (1, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            late(patch)
+            mine = delayed(5, 2, looks, stage=stage)
+        for number, (one, other) in enumerate(zip(mine, delayed_oracle(5, 2), strict=True)):
+            all_close(f"step {number}:", one, other)
+
+
+@on_ranks(2)
+def test_gradients_are_there_when_they_are_read() -> None:
+    seen = []
+    for offload in (Offload(), Offload(optimizer="host")):
+        with pytest.MonkeyPatch.context() as patch:
+            late(patch)
+            story = Story(offload, stage=2)
+            story.backward()
+            seen.append([one.grad.clone() for one in story.optimizer.param_groups[0]["params"]])
+    for mine, theirs in zip(*seen, strict=True):
+        close("gradient", mine, theirs)
