@@ -17,6 +17,7 @@ INPUTS = (
     "compute", "rest", "gradient", "moments", "policy_parameters", "policy_gradients", "policy_optimizer",
     "batch", "sequence", "accumulate", "accumulates", "keeps_scores", "checkpoints", "partitions",
     "optimizer_away", "parameters_away", "together", "activations_away", "pages", "unsharded_bytes", "exact", "buffers",
+    "gathers", "bucket", "bucket_per_rank", "copies_sums",
 )  # fmt: skip
 
 
@@ -44,9 +45,15 @@ def device(*values: Number) -> dict[str, Number]:
         p["together"],
     )
     opened = choose(residency.shards_gradients, choose(p["largest"] - p["root"], root * size.compute, 0), 0)
+    least_bucket = least(p["bucket"], p["bucket_per_rank"] * ranks)
+    bucket = choose(p["optimizer_away"] + p["parameters_away"], least_bucket, p["bucket"])
+    piece = least(largest, bucket / size.compute) / ranks
     used = states.in_use(
-        residency, size, largest, root, p["pages"], ranks, replicas, p["exact"], p["accumulates"], opened
-    )
+        residency, size, largest, root, p["pages"], ranks, replicas, p["exact"], p["accumulates"], opened,
+        optimizer_away=p["optimizer_away"],
+        copied=choose(p["optimizer_away"], p["copies_sums"], 0),
+        leaving=states.leaving(piece * size.gradient, part * size.gradient, p["exact"]),
+    )  # fmt: skip
     kept = choose(residency.shards_parameters, p["unsharded_bytes"], 0)
     gathered = choose(residency.shards_parameters, numel * size.compute, 0)
     acts = activations.model_bytes(
@@ -55,7 +62,7 @@ def device(*values: Number) -> dict[str, Number]:
     )  # fmt: skip
     here = acts["kept"] * choose(p["activations_away"], least(2 / p["layers"], 1), 1)
     per = states.BytesPolicy(p["policy_parameters"], p["policy_gradients"], p["policy_optimizer"])
-    sent = traffic.sent_elements(numel, ranks, replicas, residency, p["accumulate"])
+    sent = traffic.sent_elements(numel, ranks, replicas, residency, p["accumulate"], p["gathers"])
     return {
         "model_states": states.paper_bytes(numel, p["ranks"], residency, per),
         "parameters": held["parameters"],
