@@ -13,7 +13,7 @@ from tests.house.source import Module, modules
 # What `shard(stage="auto")` plans with; the rest of the planner runs the engine.
 PLANNING = (
     *("automatic", "closed", "estimate", "huggingface", "models", "recommend", "setup"),
-    *("timeline", "timeline.machine"),
+    *("timeline", "timeline.machine", "timeline.rehearsal"),
 )
 # From the ground up. A module imports only from its own layer (without cycles) and from those below it.
 LAYERS = [

@@ -21,14 +21,14 @@ from torch import nn
 
 import zerodp
 from tests.unit.test_traced import Pair
-from zerodp.config import PRECISIONS
+from zerodp.config import PIECE_BYTES, PRECISIONS
 from zerodp.core.stages import STAGES
 from zerodp.errors import ConfigError
 from zerodp.planning import huggingface, page
 from zerodp.planning.closed import symbols
 from zerodp.planning.closed.device import INPUTS, device
 from zerodp.planning.estimate import KINDS, amount, estimate
-from zerodp.planning.models import Model, Shape, gpt_units, of_count, of_shape, short
+from zerodp.planning.models import Model, Shape, gpt_units, of_count, of_shape, of_units, short
 from zerodp.planning.plan import model_of
 from zerodp.planning.recommend import STATE_SHARE, choose_stages, largest, most_that_fit
 from zerodp.planning.setup import Setup
@@ -156,6 +156,22 @@ def test_configs_have_the_parameters_of_the_real_models(name: str, tmp_path: Pat
     assert found.shape is not None
     largest_block = max(sum(p.numel() for p in block.parameters()) for block in blocks(real))
     assert max(unit.numel for unit in found.units if unit.name != "(root)") == largest_block
+
+
+def test_a_token_is_computed_by_the_experts_that_it_is_sent_to(tmp_path: Path) -> None:
+    """FLOPs and simulated steps follow num_experts_per_tok, memory does not."""
+    entries = {"model_type": "mixtral", **FAMILIES["MixtralForCausalLM"]}
+    steps = {}
+    for used in (2, 4):
+        (tmp_path / "config.json").write_text(json.dumps({**entries, "num_experts_per_tok": used}))
+        steps[used] = zerodp.plan(tmp_path, world_size=2, sequence=64, links="dgx-2")
+    few, all_of_them = steps[2], steps[4]
+    idle = 2 * 2 * 3 * 64 * 112  # of 2 layers, 2 experts of 3 matrices
+    assert all_of_them.model.active == all_of_them.model.numel == few.model.numel
+    assert few.model.active == few.model.numel - idle
+    assert few.estimates[3].kinds == all_of_them.estimates[3].kinds
+    assert few.estimates[3].flops == 6 * 64 * few.model.active
+    assert few.timelines[3].seconds < all_of_them.timelines[3].seconds
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -390,6 +406,51 @@ def test_auto_stages_on_numbers() -> None:
         choose_stages(model, Setup(8, device_memory=int(sizes[3]) - 1))
 
 
+def test_auto_stages_know_what_is_offloaded() -> None:
+    model = of_count(1e9, BF16)
+    room = int(estimate(model, Setup(8), 1).device_bytes / STATE_SHARE)
+    assert set(choose_stages(model, Setup(8, device_memory=room - 1))[0].values()) == {2}
+    away = Setup(8, device_memory=room - 1, offload_optimizer="host")
+    assert set(choose_stages(model, away)[0].values()) == {0}
+    here = choose_stages(
+        model, away, lambda one: one.device_bytes + one.tiers["host"]
+    )  # where the host's memory is the device's
+    assert set(here[0].values()) == {2}
+    params = Setup(8, device_memory=10**15, offload_optimizer="host", offload_params="host")
+    assert set(choose_stages(model, params)[0].values()) == {3}
+
+
+def test_pages_that_are_kept_are_not_gathered_again() -> None:
+    model = of_count(1e9, BF16)
+    whole = 21 * 10**8  # a little more than all pages
+    sent = {
+        nbytes: estimate(model, Setup(8, unsharded_bytes=nbytes, accumulate=2), 3) for nbytes in (0, whole // 4, whole)
+    }
+    gathers = {nbytes: (one.sent_elements - 2e9 * 7 / 8) / 1e9 * 8 / 7 for nbytes, one in sent.items()}
+    assert gathers[0] == pytest.approx(4)
+    assert 1 < gathers[whole // 4] < 4
+    assert gathers[whole] == pytest.approx(1)
+    assert sent[0].operations > sent[whole // 4].operations > sent[whole].operations
+    away = {
+        nbytes: estimate(model, Setup(8, unsharded_bytes=nbytes, offload_params="host"), 3) for nbytes in (0, whole)
+    }
+    assert away[0].host_link_bytes == 2 * away[whole].host_link_bytes
+
+
+def test_sums_on_their_way_off_an_accelerator_take_space() -> None:
+    """One piece and what copies keep there; on the CPU, where sums are exact, only what goes to disk is copied."""
+    model = of_units("units", [(f"unit {number}", 10**8) for number in range(8)], PRECISIONS["fp32"])
+
+    def buckets(exact: bool, optimizer: str) -> float:
+        setup = Setup(4, precision="fp32", exact=exact, offload_optimizer=optimizer)
+        return estimate(model, setup, 2).kinds["buckets"]
+
+    lands = 2 * 10**8  # bytes of two units' sums, which arrive in place where they rest on the device
+    assert buckets(True, "host") == buckets(True, "device")
+    assert buckets(True, "disk") == buckets(True, "device") + lands + PIECE_BYTES
+    assert buckets(False, "host") == buckets(False, "device") + lands + PIECE_BYTES + 256 * 2**20
+
+
 # ---- one source of formulas: the page computes what Python computes
 
 
@@ -427,6 +488,8 @@ SETUPS = [
     },
     {"world_size": 1, "unsharded_bytes": "2GB", "sequence_parallel": True},
     {"world_size": 8, "replicate": 8, "optimizer": "sgd", "bytes_per_parameter": 10},
+    {"unsharded_bytes": "20GB", "accumulate": 2, "offload_optimizer": "host"},
+    {"offload_optimizer": "disk", "exact": True, "bucket_bytes": "100MB"},
 ]
 
 

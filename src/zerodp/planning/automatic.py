@@ -19,6 +19,7 @@ from ..core.wrap import IGNORED, Plan
 from ..elementwise import num_moments
 from ..errors import ConfigError
 from ..offload.room import free_memory
+from .estimate import Estimate
 from .models import Model, of_plans
 from .recommend import choose_stages
 from .setup import Setup
@@ -57,6 +58,7 @@ def choose(
         ConfigError: not even the last stage fits, on every rank alike.
     """
     mesh = comm.mesh
+    away = config.offload
     setup = Setup(
         mesh.data.size,
         replicate=mesh.replicate.size,
@@ -67,13 +69,24 @@ def choose(
         unsharded_bytes=config.unsharded_bytes,
         bucket_bytes=config.bucket_bytes,
         exact=mesh.backend != "nccl" if config.exact is None else config.exact,
+        # Of a share that leaves the device, where its pieces lie decides how much; counted as if all of it stayed it fits too.
+        offload_optimizer=away.optimizer if away.fraction == 1 else "device",
+        offload_params=away.params,
     )
+
+    def held(one: Estimate) -> float:
+        """Bytes in the device's memory, which on the CPU is also the host's."""
+        if device.type != "cpu":
+            return one.device_bytes
+        host = one.tiers["host"] if away.host_bytes is None else min(one.tiers["host"], away.host_bytes)
+        return one.device_bytes + host + one.disk_buffer_bytes
+
     buffers = sum(local_of(buffer).nbytes for buffer in model.buffers())
     known = Model(type(model).__name__, of_plans(plans, config.precision), exact=True, buffer_bytes=buffers)
     stages: dict[str, int] = {}
     problem, reason = None, ""
     try:
-        stages, reason = choose_stages(known, setup)
+        stages, reason = choose_stages(known, setup, held)
     except ConfigError as error:
         problem = error
     # Ranks along a tensor-parallel dim may have parts of other sizes; all take what the largest needs.

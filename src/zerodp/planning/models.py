@@ -65,10 +65,16 @@ class UnitSpec:
     name: str
     flats: tuple[FlatSpec, ...]
     residency: Residency | None = None  # None: as the stage says; parameters that are ignored rest whole
+    idle: float = 0  # of its parameters, those that a token does not meet: the experts that it is not sent to
 
     @property
     def numel(self) -> float:
         return sum(sum(flat.numels) for flat in self.flats)
+
+    @property
+    def active(self) -> float:
+        """Parameters that compute for each token."""
+        return self.numel - self.idle
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,11 @@ class Model:
     def numel(self) -> float:
         """Parameters, trainable or not."""
         return sum(unit.numel for unit in self.units)
+
+    @property
+    def active(self) -> float:
+        """Parameters that compute for each token."""
+        return sum(unit.active for unit in self.units)
 
     @property
     def trainable(self) -> float:

@@ -8,11 +8,12 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from ..config import PIECE_BYTES, Config
 from ..core.stages import STAGES
 from ..core.wrap import ROOT
 from .closed.device import INPUTS, device
 from .closed.symbols import javascript
-from .estimate import KINDS
+from .estimate import KINDS, gathers_of, place
 from .models import Model
 from .picture import duration, of_timeline
 from .plan import Plan
@@ -33,6 +34,7 @@ def inputs(model: Model, setup: Setup) -> dict[str, Any]:
     )
     sequence = setup.sequence or (shape.sequence if shape else None) or 0
     plain, checkpointed = model.traces.get(False), model.traces.get(True)
+    config, backend = Config(bucket_bytes=setup.bucket_bytes), "gloo" if setup.exact else "nccl"
     typical = max(flats, key=lambda flat: sum(flat.numels)) if flats else model.units[0].flats[0]
     return {
         "numel": model.numel,
@@ -72,6 +74,10 @@ def inputs(model: Model, setup: Setup) -> dict[str, Any]:
         "unsharded_bytes": setup.unsharded_bytes,
         "exact": int(setup.exact),
         "buffers": model.buffer_bytes,
+        "gathers": _mean_gathers(model, setup),
+        "bucket": config.bucket_bytes_on(backend, 1),
+        "bucket_per_rank": PIECE_BYTES if setup.bucket_bytes is None else setup.bucket_bytes,
+        "copies_sums": int(setup.offload_optimizer == "disk" or not setup.exact),
     }
 
 
@@ -81,6 +87,14 @@ def counted(model: Model, setup: Setup) -> list[str]:
         return [kind for kind in CHECKPOINTING if (kind == "full") in model.traces]
     known = model.shape is not None and (setup.sequence or model.shape.sequence)
     return list(CHECKPOINTING) if known else []
+
+
+def _mean_gathers(model: Model, setup: Setup) -> float:
+    """Of an element in stage 3, in a step."""
+    units = {unit.name: list(place(model, unit, setup, max(STAGES))) for unit in model.units}
+    gathers = gathers_of(units, setup)
+    numels = {name: sum(f.whole for f in units[name] if f.residency.shards_parameters) for name in gathers}
+    return sum(gathers[name] * numel for name, numel in numels.items()) / (sum(numels.values()) or 1)
 
 
 def html(plan: Plan, sections: Sequence[tuple[str, str]] = ()) -> str:

@@ -156,6 +156,12 @@ class Setup:
         return self.world_size // (self.replicate * self.tensor_parallel)
 
     @property
+    def copies_sums(self) -> bool:
+        """Whether reduced gradients are summed in space of the device and copied to where they rest: host memory that is the CPU's own
+        needs no copy, as under gloo, where sums are exact."""
+        return self.offload_optimizer == "disk" or (self.offload_optimizer == "host" and not self.exact)
+
+    @property
     def moments(self) -> int:
         return self.optimizer if isinstance(self.optimizer, int) else MOMENTS[self.optimizer]
 

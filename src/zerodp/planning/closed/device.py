@@ -18,6 +18,7 @@ INPUTS = (
     "batch", "sequence", "accumulate", "accumulates", "keeps_scores", "checkpoints", "partitions",
     "optimizer_away", "parameters_away", "together", "activations_away",
     "plain_kept", "plain_working", "checkpointed_kept", "checkpointed_working", "pages", "unsharded_bytes", "exact", "buffers",
+    "gathers", "bucket", "bucket_per_rank", "copies_sums",
 )  # fmt: skip
 
 
@@ -49,9 +50,15 @@ def device(*values: Number) -> dict[str, Number]:
         p["together"],
     )
     opened = choose(residency.shards_gradients, choose(p["largest"] - p["root"], root * size.compute, 0), 0)
+    least_bucket = least(p["bucket"], p["bucket_per_rank"] * ranks)
+    bucket = choose(p["optimizer_away"] + p["parameters_away"], least_bucket, p["bucket"])
+    piece = least(largest, bucket / size.compute) / ranks
     used = states.in_use(
-        residency, size, largest, root, p["pages"], ranks, replicas, p["exact"], p["accumulates"], opened
-    )
+        residency, size, largest, root, p["pages"], ranks, replicas, p["exact"], p["accumulates"], opened,
+        optimizer_away=p["optimizer_away"],
+        copied=choose(p["optimizer_away"], p["copies_sums"], 0),
+        leaving=states.leaving(piece * size.gradient, part * size.gradient, p["exact"]),
+    )  # fmt: skip
     kept = choose(residency.shards_parameters, p["unsharded_bytes"], 0)
     gathered = choose(residency.shards_parameters, numel * size.compute, 0)
     acts = activations.model_bytes(
@@ -62,7 +69,7 @@ def device(*values: Number) -> dict[str, Number]:
     working = acts["working"] + choose(p["checkpoints"], p["checkpointed_working"], p["plain_working"])
     here = activations_kept * choose(p["activations_away"], least(2 / p["layers"], 1), 1)
     per = states.BytesPolicy(p["policy_parameters"], p["policy_gradients"], p["policy_optimizer"])
-    sent = traffic.sent_elements(numel, ranks, replicas, residency, p["accumulate"])
+    sent = traffic.sent_elements(numel, ranks, replicas, residency, p["accumulate"], p["gathers"])
     return {
         "model_states": states.paper_bytes(numel, p["ranks"], residency, per),
         "parameters": held["parameters"],
