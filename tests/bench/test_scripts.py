@@ -86,7 +86,7 @@ def test_offload_is_measured_beside_its_limits(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = written(tmp_path)
     assert found["host"]["seconds"].keys() == {"bare fused AdamW", "host fp32", "host bf16"}
-    assert found["disk"]["step_bytes"] == pytest.approx(28 * found["elements"], rel=0.02)
+    assert found["disk"]["step_bytes"] == pytest.approx(28 * found["elements"], rel=0.06)
     runs = found["memory"]
     assert runs["offload"]["losses"] == runs["offload, limited"]["losses"] == runs["device"]["losses"]
     assert runs["offload"]["disk"] > 2 * runs["allowed"]
