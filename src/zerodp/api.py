@@ -16,7 +16,7 @@ from .core import mesh as meshes
 from .core import module, optimizer_state, wrap
 from .core.arena import Arena
 from .core.comm import Comm
-from .core.control import share_verdict, told
+from .core.control import share_verdict, spread, told
 from .core.local import local_of
 from .core.module import ShardedModule
 from .core.optimizer import Engine, ShardedOptimizer
@@ -232,7 +232,8 @@ def _places(
     model: nn.Module, optimizer: Any, config: Config, flats: list[Flat], comm: Comm, device: torch.device
 ) -> Places:
     """Decide where each piece rests, and see on all ranks that there is room for it."""
-    places, needs, said = Places(config.offload, device), dict[str, int](), list[Any]()
+    places = Places(config.offload, device, lambda error: spread(error, [comm]))
+    needs, said = dict[str, int](), list[Any]()
 
     def on_all(action: Callable[[], None]) -> None:
         problem: ZeroError | None = None

@@ -6,6 +6,7 @@ So a save needs no more memory than a step, and a load keeps what it has read on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,30 +16,41 @@ from .elsewhere import Elsewhere
 from .home import MASTER, STATES, Home, walk
 
 
+def together(home: Elsewhere) -> AbstractContextManager[None]:
+    """What fails inside is shared by the caller, with all ranks."""
+    tier: Any = home.tier
+    return tier.together()  # type: ignore[no-any-return]
+
+
 class Reader:
-    """Keeps the home it last read from live: neighbours are asked for one after the other."""
+    """Keeps the home it last read from live: neighbours are asked for one after the other.
+
+    Of saves, which share what fails on one rank themselves.
+    """
 
     def __init__(self) -> None:
-        self.open: tuple[Home, str] | None = None
+        self.open: tuple[Elsewhere, str] | None = None
 
-    def ready(self, home: Home, kind: str) -> None:
+    def ready(self, home: Elsewhere, kind: str) -> None:
         if self.open != (home, kind):
             self.close()
-            home.begin((kind,))
-            self.open = (home, kind)
-            home.show()
+            with together(home):
+                home.begin((kind,))
+                self.open = (home, kind)
+                home.show()
 
     def close(self) -> None:
         if self.open is not None:
             home, self.open = self.open[0], None
-            home.end(())
+            with together(home):
+                home.end(())
 
 
 class Unread:
     """Elements [low, high) of a tensor that is live only while its home is."""
 
     def __init__(
-        self, reader: Reader, home: Home, kind: str, tensor: Callable[[], Tensor], low: int, high: int
+        self, reader: Reader, home: Elsewhere, kind: str, tensor: Callable[[], Tensor], low: int, high: int
     ) -> None:
         self.reader, self.home, self.kind, self.tensor, self.low, self.high = reader, home, kind, tensor, low, high
 
@@ -60,7 +72,8 @@ class Parked:
 
     def __init__(self, home: Elsewhere, values: Tensor) -> None:
         self.tier, self.numel, self.dtype = home.tier, values.numel(), values.dtype
-        self.ticket = self.tier.put(values, "buckets", home.name)
+        with together(home):  # loads share what fails before they change anything
+            self.ticket = self.tier.put(values, "buckets", home.name)
 
     def read(self) -> Tensor:
         out = torch.empty(self.numel, dtype=self.dtype, device="cpu")
@@ -90,6 +103,7 @@ def master_part(reader: Reader, segment: Any, home: Home) -> Any:
     low, high = segment.offset, segment.offset + segment.numel
     if home.live:
         return home.flat.master[home.piece][low:high]
+    assert isinstance(home, Elsewhere)
     return Unread(reader, home, MASTER, lambda: home.flat.master[home.piece], low, high)
 
 
@@ -97,6 +111,7 @@ def state_part(reader: Reader, one: Any, key: str, home: Home) -> Any:
     """An elementwise entry of a segment's optimizer state."""
     if home.live:
         return home.state[one][key]
+    assert isinstance(home, Elsewhere)
     return Unread(reader, home, STATES, lambda: home.state[one][key], 0, one.segment.numel)
 
 

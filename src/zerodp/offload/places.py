@@ -6,6 +6,7 @@ A static split is right: every step goes through all pieces once, so whatever an
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from .delay import Chosen, Delay
 from .elsewhere import Elsewhere
 from .home import Home
 from .source import Beside, Kept, Source
+from .told import Told
 
 if TYPE_CHECKING:
     from ..core.optimizer import ShardedOptimizer
@@ -48,8 +50,9 @@ class Split:
 class Places:
     """Of one model on one device."""
 
-    def __init__(self, offload: Offload, device: torch.device) -> None:
+    def __init__(self, offload: Offload, device: torch.device, tell: Callable[[StorageError], None]) -> None:
         self.offload, self.device, self.link = offload, device, Link()
+        self.tell = tell  # the other ranks, of what fails here
         self.tiers: dict[str, Any] = {}
         self.threads = ThreadPoolExecutor(1, "zerodp-copy")
         self.delay = Delay(offload.warm_up_steps)
@@ -112,7 +115,7 @@ class Places:
             if place == "host":
                 self.tiers[place] = HostTier(self.device)
             else:
-                self.tiers[place] = DiskTier(self.offload.path, self.device)
+                self.tiers[place] = Told(DiskTier(self.offload.path, self.device), self.tell)
         return self.tiers[place]
 
     def step(self, optimizer: ShardedOptimizer, chosen: Chosen, flats: set[Flat]) -> set[Flat]:
@@ -121,13 +124,15 @@ class Places:
         Raises:
             StorageError: what could not be written is still in memory, and can be saved.
         """
+        if "disk" not in self.tiers:
+            return self.delay.step(optimizer, chosen, flats)
         problem: StorageError | None = None
         try:
-            flats = self.delay.step(optimizer, chosen, flats)
+            with self.tiers["disk"].together():
+                flats = self.delay.step(optimizer, chosen, flats)
         except StorageError as error:
             problem = error
-        if "disk" in self.tiers:
-            optimizer._zerodp.runtime.control.share(problem)
+        optimizer._zerodp.runtime.control.share(problem)
         return flats
 
     def close(self) -> None:
