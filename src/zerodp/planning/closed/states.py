@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ...core.stages import Residency
 from ...errors import ConfigError
+from ...tiers.host import KEPT_BYTES
 from .symbols import Number, choose, differs, least, most
 
 MOMENTS = {
@@ -23,7 +24,6 @@ MOMENTS = {
     "sgd": 0,
 }
 MASTER_BYTES = MOMENT_BYTES = ACCUMULATED_BYTES = 4
-LAGGING_BYTES = 256 * 2**20  # of gradients that copies to another tier may keep on the device
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def leaving(piece_bytes: Number, all_bytes: Number, exact: Number) -> Number:
 
     One piece at a time is summed. Its copy goes on beside the work, except on the CPU, where sums are exact; copies that lag are waited for.
     """
-    lagging = choose(exact, 0, most(LAGGING_BYTES, 2 * piece_bytes))
+    lagging = choose(exact, 0, most(KEPT_BYTES, 2 * piece_bytes))
     return least(piece_bytes + lagging, all_bytes)
 
 
