@@ -97,11 +97,11 @@ def test_delayed_updates_are_compared(tmp_path: Path) -> None:
     page = tmp_path / "offload.md"
     page.write_text("<!-- begin: delayed -->\n<!-- end: delayed -->\n")
     done = bench(
-        "delayed.py", "--params", "20k", "--steps", "42", "--every", "40", "--page", str(page), "--out", str(tmp_path)
+        "delayed.py", "--params", "20k", "--steps", "42", "--every", "21", "--page", str(page), "--out", str(tmp_path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = written(tmp_path)["losses"]
-    assert losses["ordinary"]["40"] == losses["delayed"]["40"]  # until then every update has arrived
+    assert losses["ordinary"]["21"] == losses["delayed"]["21"]  # until then every update has arrived
     assert losses["ordinary"]["42"] != losses["delayed"]["42"]
     assert "| 42 | " in page.read_text()
 
