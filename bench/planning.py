@@ -70,7 +70,8 @@ zerodp plan --layers 96 --hidden 12288 --heads 96 --vocab 50257 --sequence 2048 
 ```
 
 `--json` prints one object. `--html PATH` writes a page with sliders for ranks, stage, batch, sequence, checkpointing and offload; it
-computes the same formulas in the browser and loads nothing from outside. In Python, `zerodp.plan(model_or_parameter_count, world_size=...)`
+computes the same formulas in the browser and loads nothing from outside. A module has no closed form of its activations: the page has those of its trace, for the batch and
+sequence that were traced, and without a trace it does not say that anything fits. In Python, `zerodp.plan(model_or_parameter_count, world_size=...)`
 takes a module too, also one on the meta device, and then counts the padding of its real units.
 
 ## What is counted

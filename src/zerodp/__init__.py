@@ -1,6 +1,6 @@
 """ZeRO for PyTorch: every byte of training state is kept once, and fetched at the moment of use."""
 
-from .api import shard, unshard
+from .api import shard
 from .asleep import sleep, wake
 from .checkpoint import export, latest, load, save
 from .compare import Comparison, compare
@@ -13,6 +13,7 @@ from .inspect import Stats, describe, stats
 from .planning.plan import Plan, plan
 from .residual.activations import activation_checkpoint, apply_activation_checkpointing
 from .residual.tiling import TiledLinear, tile_linears, untile_linears
+from .unsharding import unshard
 from .version import VERSION
 
 __version__ = VERSION

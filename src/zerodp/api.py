@@ -1,4 +1,4 @@
-"""`shard()` and `unshard()`: wire the pieces together."""
+"""`shard()`: wires the pieces together."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from .checkpoint.weights import Weights
 from .config import AUTO, Config
 from .core import mesh as meshes
 from .core import module, optimizer_state, wrap
-from .core.access import original_buffers, runtime_of, whole_values
 from .core.arena import Arena
 from .core.comm import Comm
-from .core.control import Kind, share_verdict, spread, told
-from .core.elementwise import check_elementwise, num_moments
+from .core.control import share_verdict, spread, told
 from .core.local import local_of
 from .core.module import ShardedModule
 from .core.optimizer import Engine, ShardedOptimizer
@@ -26,6 +24,7 @@ from .core.precision import LossScaler, by_dtypes
 from .core.reducer import Reducer
 from .core.runtime import Runtime
 from .core.unit import Flat, Unit
+from .elementwise import check_elementwise, num_moments
 from .errors import ConfigError, RankMismatchError, ZeroError
 from .materialise import Initialised, Source
 from .offload.places import Places
@@ -323,54 +322,3 @@ class _Stepper:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
-
-
-# ---- the way back
-
-
-def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
-    """Back to plain torch objects: full parameters in their original dtypes, full optimizer states (a collective)."""
-    runtime = runtime_of(model)
-    sharded = runtime.optimizer
-    if optimizer is not None and optimizer is not sharded:
-        raise ConfigError("unshard: this optimizer was not sharded with this model")
-    runtime.require_idle("unshard()")
-    runtime.lending.take_back()
-    runtime.control.require(Kind.STATE)
-    state = sharded.state_dict() if sharded is not None else None
-    values = {flat: whole_values(runtime, flat) for flat in runtime.flats()}
-    with original_buffers(runtime):
-        buffers = [(holder, key, holder._buffers[key]) for holder, key, _ in runtime.buffers]
-    for hook in runtime.hooks:
-        hook.remove()
-    for flat, fulls in values.items():
-        for _, hook in flat.nodes:
-            hook.remove()
-        flat.replace(fulls)
-        for parameter in flat.parameters:
-            del parameter._zerodp  # type: ignore[attr-defined]
-    for holder, key, buffer in buffers:
-        holder._buffers[key] = buffer
-    model.__class__ = type(model).__mro__[2]
-    del model._zerodp
-    if sharded is not None and state is not None:
-        _give_optimizer_back(sharded, state)
-    return model, sharded
-
-
-def _give_optimizer_back(optimizer: Any, state: dict[str, Any]) -> None:
-    engine: Engine = optimizer._zerodp
-    optimizer.__dict__.pop("step", None)
-    optimizer.__class__ = type(optimizer).__mro__[2]
-    del optimizer._zerodp
-    optimizer.state.clear()
-    for group, members in zip(optimizer.param_groups, engine.members, strict=True):
-        group["params"] = [flat.parameters[index] for flat, index in members]
-        if "param_names" in group:
-            group["param_names"] = [flat.names[index] for flat, index in members]
-        for flat, index in members:
-            if flat.names[index] in state["state"]:
-                full = state["state"][flat.names[index]]
-                optimizer.state[flat.parameters[index]] = optimizer_state.to_plain(
-                    full, flat.locals[index], engine.runtime.comm
-                )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 ALIGN = 512  # bytes; of CUDA's own allocations, and a multiple of a cache line; some users of memory want more
@@ -58,7 +59,8 @@ class Space:
         with torch.inference_mode(False):  # or training could not use it later
             part = self.block[self.start : self.start + self.size]
             if type(part) is not Tensor or part.is_meta:  # tensors without memory, when a plan is simulated
-                return torch.empty_like(part)
+                with _disable_current_modes():  # who counts what operations make must not count this: the ledger does
+                    return torch.empty_like(part)
             return from_dlpack(to_dlpack(part))
 
 
@@ -74,16 +76,16 @@ class Region:
         self.lent = self.peak = self.reserved = self.allocations = 0
 
     def take(self, nbytes: int, top: bool) -> Space:
-        """At least so many bytes; their contents are arbitrary."""
+        """At least so many bytes; their contents are arbitrary. Where there is no memory for them, nothing is counted as lent."""
         size = max(-(-nbytes // self.align), 1) * self.align
         top = top or size * LARGE >= self.reserved
         if not self.lent and self.begins != (size, top):
             self._begin(size, top)
-        self.lent += size
-        self.peak = max(self.peak, self.lent)
         same = self.idle.get((size, top))
         space = same.pop() if same else self._cut(self._room(size, top), size, top)
         space.idle = False
+        self.lent += size
+        self.peak = max(self.peak, self.lent)
         return space
 
     def give(self, space: Space) -> None:
@@ -118,6 +120,7 @@ class Region:
         if self.whole and needed <= before:
             needed = before + max(before // GROWTH // self.align, 1) * self.align
         self._drop(self.reserved)
+        self.whole = False  # until it is there
         self._allocate(needed)
         self.whole = True
 
@@ -130,11 +133,18 @@ class Region:
         fitting = [run for run in runs if _bytes(run) <= 2 * size]  # a small thing must not hold on to a large block
         if fitting:
             return min(fitting, key=_bytes)
-        self._drop(self.reserved + size - self.peak)
+        self._drop(self.reserved + size - max(self.peak, self.lent + size))
         return [self._allocate(size)]
 
     def _allocate(self, size: int) -> Space:
-        block = self.empty(size, torch.uint8)
+        try:
+            block = self.empty(size, torch.uint8)
+        except RuntimeError:  # no memory: what lies idle here may be in the way
+            before, self.whole = self.reserved, False
+            self._drop(before)
+            if self.reserved == before:
+                raise
+            block = self.empty(size, torch.uint8)
         self.reserved += size
         self.allocations += 1
         self.begins = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.cli.test_usage import shown
 from tests.limits import largest_file
 from zerodp.cli import main
+from zerodp.cli.benching.disk import step
 from zerodp.tiers.disk import IN_FLIGHT, REQUEST_BYTES
 from zerodp.tiers.measure import Trial, measure
 
@@ -36,15 +38,28 @@ def test_json_has_every_rate_and_the_bytes_of_a_step(tmp_path: Path, capsys: pyt
         own = next(r for r in mine if (r["request_bytes"], r["in_flight"]) == (REQUEST_BYTES, IN_FLIGHT))
         assert found["tier"][what] == own["bandwidth"]
     optimizer, parameters = found["step"]["optimizer"], found["step"]["params"]
-    assert (optimizer["read_bytes"], optimizer["written_bytes"]) == (6_000_000, 6_000_000)  # 12 bytes of half of them
+    assert (optimizer["read_bytes"], optimizer["written_bytes"]) == (8_000_000, 8_000_000)  # 16 bytes of half of them
     assert (parameters["read_bytes"], parameters["written_bytes"]) == (2_000_000, 1_000_000)
-    assert optimizer["seconds"] == pytest.approx(12_000_000 / found["both"])
+    assert optimizer["seconds"] == pytest.approx(16_000_000 / found["both"])
 
 
 def test_the_table_says_what_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = run(capsys, str(tmp_path), "--params", "1e9")
     assert "requests of 4 MiB, 4 reads and 4 writes in flight" in said
-    assert 'step with optimizer="disk": 12.0 GB read and 12.0 GB written' in said
+    assert 'step with optimizer="disk": 16.0 GB read and 16.0 GB written' in said
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "nbytes"),
+    [("0", "bf16", 4 * 12), ("1", "bf16", 12), ("2", "bf16", 16), ("3", "fp32", 16)],
+)
+def test_what_rests_on_disk_follows_the_stage(stage: str, precision: str, nbytes: int) -> None:
+    """Of a million parameters on four ranks that share a disk, with Adam: bytes of the whole model's states."""
+    given = argparse.Namespace(params=1e6, ranks=4, stage=stage, precision=precision, optimizer="adam")
+    found = step(given, 4, 1e9)
+    for what in ("read_bytes", "written_bytes", "resting_bytes"):
+        assert found["optimizer"][what] == nbytes * 10**6
+    assert ("params" in found) == (stage == "3")
 
 
 @pytest.mark.parametrize(

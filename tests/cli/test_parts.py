@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerodp.cli.training import report
+from zerodp.cli.training import forecast, report
 from zerodp.cli.training.gpt import GPT, parameter_count, shape_for
 from zerodp.cli.training.ledger import formula_bytes, formula_wire_elements
 from zerodp.cli.training.panel import Lines, Progress, clock, decimal
@@ -16,6 +16,7 @@ from zerodp.cli.training.settings import Settings, replace_file, resolve, write
 from zerodp.cli.training.text import Corpus, open_corpus
 from zerodp.cli.training.trainer import Record, learning_rate
 from zerodp.core.stages import STAGES
+from zerodp.inspect import Memory
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +213,32 @@ def test_what_is_not_finite_is_null_in_the_log(tmp_path: Path) -> None:
 def test_a_report_without_a_step(tmp_path: Path) -> None:
     assert "no steps" in report.write(tmp_path, [], [], Settings(), None, b"def x")
     assert not (tmp_path / report.LOSS).exists()
+
+
+def test_a_resumed_run_compares_its_own_steps_and_what_is_offloaded(tmp_path: Path) -> None:
+    settings = Settings(params=100_000, offload="host", stage=2, ranks=2)
+    found = forecast.forecast(settings, corpus_of(tmp_path, b"x" * 4000), torch.device("cpu"), 0, False)
+    one = found.estimates[2]
+    assert (one.kinds["gradients"], one.kinds["optimizer"]) == (0, 0)
+    assert one.tiers["host"] > 0
+    peak = {
+        "parameters": 1,
+        "gradients": 2,
+        "master": 3,
+        "first_moment": 4,
+        "second_moment": 5,
+        "unsharded": 6,
+        "buckets": 7,
+    }
+    memory = Memory(peak, peak, 28, 28, host_peak={"master": 30, "gradients": 12})
+    records = [dataclasses.replace(record(step), wire_bytes=10 if step <= 5 else 50) for step in range(1, 9)]
+    logged = [dataclasses.asdict(one) for one in records]
+    lines = {line.what: line for line in forecast.compare(found, logged, memory, 100, first=5)}
+    assert lines["sent per step"].measured == 50
+    assert (lines["on the host"].predicted, lines["on the host"].measured) == (one.tiers["host"], 42)
+    assert "on the disk" not in lines
+    ended = {line.what: line for line in forecast.compare(found, logged, memory, 100, first=8)}
+    assert (ended["sent per step"].measured, ended["parameters"].measured) == (None, None)
 
 
 # ---- formulas

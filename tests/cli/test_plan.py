@@ -169,6 +169,8 @@ def test_a_config_is_traced_and_a_shape_simulated(tmp_path: Path, capsys: pytest
         (["--params", "1e9", "--simulate"], "--simulate: a count of parameters is no module"),
         (["--params", "1e9", "--trace"], "--trace: runs the module of a --config"),
         (["--params", "1e9", "--units", "half"], "half"),
+        (["--params", "1e9", "--vocab", "100"], "--vocab: is of a shape"),
+        (["--config", "none.json", "--units", "linear"], "--units: cuts a count or a shape"),
         (["--config", "none.json", "--trace"], "none.json: no such file"),
     ],
 )

@@ -13,7 +13,7 @@ from tests.house.source import Module, modules
 # What `shard(stage="auto")` plans with; the rest of the planner runs the engine.
 PLANNING = (
     *("automatic", "closed", "estimate", "huggingface", "models", "recommend", "setup"),
-    *("timeline", "timeline.machine"),
+    *("timeline", "timeline.machine", "timeline.rehearsal"),
 )
 # From the ground up. A module imports only from its own layer (without cycles) and from those below it.
 LAYERS = [
@@ -26,7 +26,7 @@ LAYERS = [
         "core.parameter",
         "core.norms",
         "core.schedule",
-        "core.elementwise",
+        "elementwise",
         "core.unit",
         "core.wrap",
         "offload",
@@ -34,10 +34,10 @@ LAYERS = [
     ),
     ("core.cache", "core.control", "core.lending", "core.reducer", "core.pager", "core.precision"),
     ("core.runtime",),
-    ("core.access", "core.optimizer", "core.optimizer_state", "core.module"),
+    ("core.access", "core.buffers", "core.optimizer", "core.optimizer_state", "core.module"),
     ("materialise", "checkpoint", "checkpoint.*", "residual", "residual.*"),
     ("planning", *(f"planning.{part}" for part in PLANNING), "planning.closed.*"),
-    ("api", "asleep"),
+    ("api", "asleep", "unsharding"),
     ("inspect", "compare"),
     ("planning.*",),
     ("", "integrations", "integrations.*"),

@@ -70,7 +70,7 @@ def test_file_cut_on_one_rank_before_backward(split: bool, stage: int) -> None:
         if dist.get_rank() == FAILS:
             for tier in store_of(model._zerodp).tiers.values():
                 zerodp.stats(model).memory  # noqa: B018  (waits for the writes)
-                for page in list(tier.writing):
+                for page in list(tier.busy):
                     tier._finish(page)
                 os.ftruncate(tier.file.handle, 0)
         loss.backward()

@@ -149,7 +149,9 @@ def test_optimizers_keep_the_moments_planned(optimizer: str) -> None:
 
 
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 4096}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_bytes": 4096}, {"accumulate": 2}, {"unsharded_bytes": 20_000}], ids=str
+)
 def test_wire_is_as_planned(options: dict[str, Any], stage: int, world_size: int) -> None:
     model = Net(width=48)
     found = predicted(model, stage, precision="bf16", units=[Block], **options)
@@ -176,6 +178,26 @@ def test_memory_in_use_is_as_planned(precision: str | None, stage: int, world_si
     found = predicted(model, stage, precision=precision, units=[nn.Linear])
     model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[nn.Linear], precision=precision)
     for _ in range(3):
+        zerodp.stats(model).reset()
+        squares(model, torch.ones(2, 128)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak = zerodp.stats(model).memory.peak
+    assert peak["unsharded"] == found.kinds["unsharded"]
+    assert peak["buckets"] == found.kinds["buckets"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_sums_that_go_to_disk_take_one_piece(precision: str | None, stage: int) -> None:
+    """Each unit travels in several pieces."""
+    model = aligned(layers=6, width=128)
+    options: dict[str, Any] = {"precision": precision, "units": [nn.Linear], "bucket_bytes": 2**14}
+    found = predicted(model, stage, **options, offload_optimizer="disk")
+    model, optimizer = zerodp.shard(
+        model, adamw(model), stage=stage, offload=zerodp.Offload(optimizer="disk"), **options
+    )
+    for _ in range(2):
         zerodp.stats(model).reset()
         squares(model, torch.ones(2, 128)).backward()
         optimizer.step()
@@ -255,3 +277,13 @@ def test_auto_with_the_memory_of_this_machine(world_size: int) -> None:
     model, _ = zerodp.shard(Net(), stage="auto", ignore=["head.*"])
     assert residencies(model) == [STAGES[0]] * len(model._zerodp.units)
     assert automatic.free_bytes(torch.device("cpu")) > 2**20
+
+
+@on_ranks(1, 2)
+def test_auto_keeps_to_what_is_offloaded(world_size: int) -> None:
+    """Parameters rest on the host in the last stage alone; on the CPU the host's memory is the device's."""
+    model, _ = auto(2**40, offload=zerodp.Offload(params="host"))
+    assert residencies(model) == [STAGES[3]] * 6
+    one = predicted(large(), 2, units=[nn.Linear], offload_optimizer="host")
+    with pytest.raises(zerodp.ConfigError, match="found no stage that fits: stage 3 needs"):
+        auto(one.device_bytes / 2, offload=zerodp.Offload(optimizer="host"))

@@ -136,7 +136,7 @@ def test_presets_are_the_papers() -> None:
     configs = {name: zerodp.Config.preset(name) for name in ("C1", "C2", "C3", "C4", "C5")}
     assert [config.stage for config in configs.values()] == [1, 1, 2, 2, 2]
     assert [config.partition_activations for config in configs.values()] == [False, True, False, True, True]
-    assert [config.offload is not None for config in configs.values()] == [False] * 4 + [True]
+    assert [config.offload.activations for config in configs.values()] == ["device"] * 4 + ["host"]
     assert zerodp.Config.zero_100b() == configs["C4"]
     assert zerodp.Config.zero_100b(precision="bf16", stage=1).precision == zerodp.Config(precision="bf16").precision
     with pytest.raises(zerodp.ConfigError, match="unknown preset 'C6'"):
@@ -150,7 +150,7 @@ def test_presets_are_the_papers() -> None:
     [
         ({"partition_activations": True}, "partition_activations: what is split or moved"),
         ({"offload": zerodp.Offload(activations="host")}, "offload: what is split or moved"),
-        ({"offload": 3}, "offload: expected a zerodp.Offload"),
+        ({"offload": 3}, "offload: expected 'host' or zerodp.Offload"),
         ({"checkpoint_activations": 3}, "checkpoint_activations: expected module classes"),
     ],
 )

@@ -200,6 +200,74 @@ def test_written_masters_count(precision: str | None, stage: int) -> None:
 
 
 @on_ranks(2)
+@precisions
+def test_masters_that_are_held_may_be_written_to_later(precision: str | None, stage: int) -> None:
+    """After passes and steps, by the ranks that have the parameter; forwards inside full_params still need not match."""
+    model, optimizer, plain, _ = sharded(stage, precision=precision)
+    x = torch.ones(1, 3)
+
+    def sent() -> int:
+        zerodp.stats(model).reset()
+        step(model, optimizer)
+        return sum(row.wire_bytes for row in zerodp.stats(model).comm)
+
+    step(model, optimizer)
+    before = sent()
+    held = [(name, piece) for name, _, piece in zerodp.local_shards(model)]
+    for value in (2.0, 3.0):
+        sent()
+        assert sent() == before  # the engine's own changes are no edits
+        with zerodp.full_params(model), torch.no_grad():
+            for _ in range(dist.get_rank() + 1):
+                model(x)
+        expected = copied(model.state_dict())
+        with torch.no_grad():
+            for piece in (piece for name, piece in held if name == "head.bias"):
+                piece.fill_(value)
+            seen = model(x).float()
+        expected["head.bias"].fill_(value)
+        all_close("state", copied(model.state_dict()), expected)
+        plain.load_state_dict(expected)
+        close("forward", seen, plain(x).detach(), 1e-6 if precision is None else 0.05)
+
+
+class Remembers(nn.Module):
+    """Has a buffer that its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(3))
+        self.lin = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last.copy_(x[0])  # type: ignore[operator]
+        out: Tensor = self.lin(x)
+        return out
+
+
+@on_ranks(2)
+def test_a_load_that_fails_leaves_the_buffers_alone(stage: int) -> None:
+    """Also where one rank alone has what does not fit, and where buffers are cast."""
+    torch.manual_seed(0)
+    net = Remembers()
+    precision = zerodp.Precision(torch.bfloat16, buffer_dtype=torch.bfloat16) if stage == 2 else None
+    model, _ = zerodp.shard(net, stage=stage, precision=precision)
+    model(torch.randn(8, 3) + dist.get_rank())
+    before = copied(dict(model.named_buffers()))
+    good = copied(model.state_dict())
+    bad = {key: value + 1 for key, value in good.items()}
+    if dist.get_rank() == 1:
+        bad["lin.weight"] = torch.ones(5, 5)
+    with pytest.raises(zerodp.CheckpointError, match="size mismatch"):
+        model.load_state_dict(bad)
+    all_close("buffer", copied(dict(model.named_buffers())), before)
+    assert all(torch.equal(value, good[key]) for key, value in model.state_dict().items())
+    model.load_state_dict({key: value + 1 for key, value in good.items()})
+    for key, buffer in model.named_buffers():
+        assert torch.equal(buffer, (good[key] + 1).to(buffer.dtype))
+
+
+@on_ranks(2)
 def test_written_gradients_count(stage: int) -> None:
     """B17 without offload: the gradients scaled by 0.1, the norm and the update follow."""
     model = ToyA()

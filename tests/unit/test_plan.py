@@ -20,14 +20,15 @@ from py_mini_racer import MiniRacer
 from torch import nn
 
 import zerodp
-from zerodp.config import PRECISIONS
+from tests.unit.test_traced import Pair
+from zerodp.config import PIECE_BYTES, PRECISIONS
 from zerodp.core.stages import STAGES
 from zerodp.errors import ConfigError
 from zerodp.planning import huggingface, page
 from zerodp.planning.closed import symbols
 from zerodp.planning.closed.device import INPUTS, device
 from zerodp.planning.estimate import KINDS, amount, estimate
-from zerodp.planning.models import Model, Shape, gpt_units, of_count, of_shape, short
+from zerodp.planning.models import Model, Shape, gpt_units, of_count, of_shape, of_units, short
 from zerodp.planning.plan import model_of
 from zerodp.planning.recommend import STATE_SHARE, choose_stages, largest, most_that_fit
 from zerodp.planning.setup import Setup
@@ -157,6 +158,22 @@ def test_configs_have_the_parameters_of_the_real_models(name: str, tmp_path: Pat
     assert max(unit.numel for unit in found.units if unit.name != "(root)") == largest_block
 
 
+def test_a_token_is_computed_by_the_experts_that_it_is_sent_to(tmp_path: Path) -> None:
+    """FLOPs and simulated steps follow num_experts_per_tok, memory does not."""
+    entries = {"model_type": "mixtral", **FAMILIES["MixtralForCausalLM"]}
+    steps = {}
+    for used in (2, 4):
+        (tmp_path / "config.json").write_text(json.dumps({**entries, "num_experts_per_tok": used}))
+        steps[used] = zerodp.plan(tmp_path, world_size=2, sequence=64, links="dgx-2")
+    few, all_of_them = steps[2], steps[4]
+    idle = 2 * 2 * 3 * 64 * 112  # of 2 layers, 2 experts of 3 matrices
+    assert all_of_them.model.active == all_of_them.model.numel == few.model.numel
+    assert few.model.active == few.model.numel - idle
+    assert few.estimates[3].kinds == all_of_them.estimates[3].kinds
+    assert few.estimates[3].flops == 6 * 64 * few.model.active
+    assert few.timelines[3].seconds < all_of_them.timelines[3].seconds
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
     return [
         block for parts in model.modules() if isinstance(parts, nn.ModuleList) for block in parts if len(parts) > 0
@@ -239,6 +256,23 @@ def test_frozen_and_ignored_parameters_cost_less() -> None:
 def test_wrong_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         zerodp.plan(1e9, **{"world_size": 8, **options})
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (1e9, {"ignore": ["head.*"]}, "ignore: names parameters of a module, got ['head.*'] without one"),
+        (GPT3, {"loss": sum}, "loss: a step's loss is computed from the module's output"),
+        (nn.Linear(2, 2), {"loss": sum}, "loss: a step's loss is computed from the module's output"),
+        ("config", {"units": "linear"}, "units: a config file is planned by its layers, got 'linear'"),
+        ("config", {"ignore": ["wte.*"]}, "ignore: names parameters of a module"),
+        (1e9, {"units": ["blocks.*"]}, "units: without a module expected one of block, branch, linear"),
+    ],
+)
+def test_nothing_given_does_nothing(model: Any, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        zerodp.plan(tmp_path if model == "config" else model, world_size=2, **options)
 
 
 @pytest.mark.parametrize("wrong", [0, -5, float("nan"), float("inf"), True, None, [1]])
@@ -350,6 +384,13 @@ def test_largest_that_fits_does_fit() -> None:
             assert bool(estimate(one, changed, stage).problems) == (value == 0), (stage, name, value)
 
 
+def test_the_largest_model_is_cut_as_the_units_say() -> None:
+    """Smaller pages leave room for more, at the stage that has pages."""
+    setup = Setup(64, device_memory=8 * 10**9)
+    block, linear = (most_that_fit(of_count(1e9, BF16, cut=cut), setup, 3)["parameters"] for cut in ("block", "linear"))
+    assert linear > block
+
+
 def test_auto_stages_on_numbers() -> None:
     model = of_count(1e9, BF16)
     sizes = {stage: estimate(model, Setup(8), stage).device_bytes for stage in STAGES}
@@ -365,14 +406,64 @@ def test_auto_stages_on_numbers() -> None:
         choose_stages(model, Setup(8, device_memory=int(sizes[3]) - 1))
 
 
+def test_auto_stages_know_what_is_offloaded() -> None:
+    model = of_count(1e9, BF16)
+    room = int(estimate(model, Setup(8), 1).device_bytes / STATE_SHARE)
+    assert set(choose_stages(model, Setup(8, device_memory=room - 1))[0].values()) == {2}
+    away = Setup(8, device_memory=room - 1, offload_optimizer="host")
+    assert set(choose_stages(model, away)[0].values()) == {0}
+    here = choose_stages(
+        model, away, lambda one: one.device_bytes + one.tiers["host"]
+    )  # where the host's memory is the device's
+    assert set(here[0].values()) == {2}
+    params = Setup(8, device_memory=10**15, offload_optimizer="host", offload_params="host")
+    assert set(choose_stages(model, params)[0].values()) == {3}
+
+
+def test_pages_that_are_kept_are_not_gathered_again() -> None:
+    model = of_count(1e9, BF16)
+    whole = 21 * 10**8  # a little more than all pages
+    sent = {
+        nbytes: estimate(model, Setup(8, unsharded_bytes=nbytes, accumulate=2), 3) for nbytes in (0, whole // 4, whole)
+    }
+    gathers = {nbytes: (one.sent_elements - 2e9 * 7 / 8) / 1e9 * 8 / 7 for nbytes, one in sent.items()}
+    assert gathers[0] == pytest.approx(4)
+    assert 1 < gathers[whole // 4] < 4
+    assert gathers[whole] == pytest.approx(1)
+    assert sent[0].operations > sent[whole // 4].operations > sent[whole].operations
+    away = {
+        nbytes: estimate(model, Setup(8, unsharded_bytes=nbytes, offload_params="host"), 3) for nbytes in (0, whole)
+    }
+    assert away[0].host_link_bytes == 2 * away[whole].host_link_bytes
+
+
+def test_sums_on_their_way_off_an_accelerator_take_space() -> None:
+    """One piece and what copies keep there; on the CPU, where sums are exact, only what goes to disk is copied."""
+    model = of_units("units", [(f"unit {number}", 10**8) for number in range(8)], PRECISIONS["fp32"])
+
+    def buckets(exact: bool, optimizer: str) -> float:
+        setup = Setup(4, precision="fp32", exact=exact, offload_optimizer=optimizer)
+        return estimate(model, setup, 2).kinds["buckets"]
+
+    lands = 2 * 10**8  # bytes of two units' sums, which arrive in place where they rest on the device
+    assert buckets(True, "host") == buckets(True, "device")
+    assert buckets(True, "disk") == buckets(True, "device") + lands + PIECE_BYTES
+    assert buckets(False, "host") == buckets(False, "device") + lands + PIECE_BYTES + 256 * 2**20
+
+
 # ---- one source of formulas: the page computes what Python computes
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[MiniRacer]:
     """A browser's engine with the script of a page in it, but without a document."""
-    found = zerodp.plan(GPT3, world_size=1024, device_memory="80GB", checkpointing="full")
-    script = re.search(r"<script>\n(.*?)</script>", page.html(found), re.DOTALL)
+    with script_of(zerodp.plan(GPT3, world_size=1024, device_memory="80GB", checkpointing="full")) as context:
+        yield context
+
+
+@contextlib.contextmanager
+def script_of(plan: zerodp.Plan) -> Iterator[MiniRacer]:
+    script = re.search(r"<script>\n(.*?)</script>", page.html(plan), re.DOTALL)
     assert script is not None
     with contextlib.closing(MiniRacer()) as context:  # left open, its threads may outlive the interpreter
         context.eval(script[1])
@@ -397,6 +488,8 @@ SETUPS = [
     },
     {"world_size": 1, "unsharded_bytes": "2GB", "sequence_parallel": True},
     {"world_size": 8, "replicate": 8, "optimizer": "sgd", "bytes_per_parameter": 10},
+    {"unsharded_bytes": "20GB", "accumulate": 2, "offload_optimizer": "host"},
+    {"offload_optimizer": "disk", "exact": True, "bucket_bytes": "100MB"},
 ]
 
 
@@ -417,6 +510,42 @@ def test_javascript_python_and_the_estimate_agree(options: dict[str, Any], engin
         assert python["wire_elements"] == pytest.approx(found.wire_elements, rel=1e-12)
         assert python["sent_elements"] == pytest.approx(found.sent_elements, rel=1e-12)
         assert python["away"] == pytest.approx(sum(found.tiers.values()), rel=1e-12)
+
+
+def test_a_traced_module_has_its_activations_in_the_page() -> None:
+    """Those of both traces, at rest on the device and away from it; the verdict counts them."""
+    model = nn.Sequential(*(Pair(256, 256) for _ in range(4)))
+    given: dict[str, Any] = {"world_size": 4, "precision": "fp32", "inputs": torch.zeros(512, 256)}
+    plan = zerodp.plan(model, device_memory="1GB", **given)
+    state = {"ranks": 4, "stage": 2, "batch": 1, "sequence": 0, "checkpointing": "none", "offload": "nothing"}
+    assert set(plan.model.traces) == {False, True}
+    with script_of(plan) as engine:
+        for kind in ("none", "selective", "full"):
+            traced = plan.model.traces[kind == "full"]
+            found = json.loads(
+                engine.eval(f"JSON.stringify(figures({json.dumps({**state, 'checkpointing': kind})}, 2))")
+            )
+            assert found["activations"] == traced.peak_bytes > 0
+            assert found["working"] == traced.peak_bytes - traced.saved_bytes
+        assert engine.eval("verdict(initial())").endswith(" on each device, and fits 900 MB.")
+    away = zerodp.plan(model, checkpointing="full", offload_activations="host", **given)
+    with script_of(away) as engine:
+        found = json.loads(engine.eval("JSON.stringify(figures(initial(), 2))"))
+        assert found["activations"] == pytest.approx(away.estimates[2].kinds["activations"])
+        assert found["away"] == away.estimates[2].tiers["host"] > 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "verdict"),
+    [
+        ("1GB", ", besides activations, which are not known; 900 MB may be used."),
+        ("1kB", "not known, and does not fit 900 B."),
+    ],
+)
+def test_the_page_has_no_verdict_without_activations(memory: str, verdict: str) -> None:
+    plan = zerodp.plan(nn.Linear(64, 64), world_size=4, device_memory=memory)
+    with script_of(plan) as engine:
+        assert engine.eval("verdict(initial())").endswith(verdict)
 
 
 def test_the_page_needs_nothing_from_outside() -> None:

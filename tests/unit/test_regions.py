@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from zerodp.core.arena import Arena
+from zerodp.planning.fakes import FakeArena, new_mode
+from zerodp.planning.recorder import Recorder
 from zerodp.regions import ALIGN, Region, Space
 
 CPU = torch.device("cpu")
@@ -151,3 +153,44 @@ def test_taken_in_inference_mode_it_serves_training_too() -> None:
     weight = torch.ones(8, requires_grad=True)
     (weight * slot.tensor.zero_()).sum().backward()
     assert weight.grad is not None
+
+
+def test_without_memory_nothing_is_counted_and_what_is_idle_goes() -> None:
+    room = 16 * ALIGN
+
+    def scarce(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if region.reserved + numel > room:
+            raise torch.OutOfMemoryError(f"{numel} bytes")
+        return empty(numel, dtype)
+
+    region = Region(scarce)
+    for number in (5, 5):  # blocks of their own become one of ten, which a request beside it does not fit
+        held = [region.take(number * ALIGN, False) for _ in range(2)]
+        for space in held:
+            region.give(space)
+    small = region.take(ALIGN, False)
+    with pytest.raises(torch.OutOfMemoryError):
+        region.take(20 * ALIGN, False)
+    assert (region.lent, region.reserved) == (ALIGN, sum(stop - start for start, stop, _ in spans(region)))
+    region.give(small)
+    assert region.lent == 0
+    with pytest.raises(torch.OutOfMemoryError):
+        region.take(20 * ALIGN, False)
+    assert (region.lent, region.reserved) == (0, 0)
+    idle = [region.take(7 * ALIGN, False), region.take(8 * ALIGN, False)]
+    region.give(idle[0])
+    large = region.take(8 * ALIGN, False)  # there is room for it once the idle block has gone
+    assert (region.lent, region.reserved) == (16 * ALIGN, 16 * ALIGN)
+    for space in (idle[1], large):
+        region.give(space)
+    spans(region)
+
+
+def test_a_recorder_does_not_count_slots_again() -> None:
+    recorder = Recorder({}, [])
+    arena = FakeArena(new_mode(), recorder.sample)
+    recorder.outside = lambda: arena.total
+    with recorder:
+        slot = arena.take(1000, torch.float32, "buckets")
+    assert slot.nbytes == 4000
+    assert (recorder.live_bytes, recorder.peak.nbytes) == (0, 4000)

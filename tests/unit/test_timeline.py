@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 import zerodp
+from zerodp.cli.benching.links import table
 from zerodp.config import PRECISIONS
 from zerodp.errors import ConfigError
 from zerodp.planning import picture
@@ -148,6 +149,8 @@ def test_accumulation_repeats_the_passes() -> None:
 def test_nothing_is_simulated_without_tokens_or_with_offload() -> None:
     assert predict(THREE, Setup(2, precision="fp32"), 3, machine()) is None
     assert predict(THREE, Setup(2, precision="fp32", sequence=1, offload_optimizer="host"), 3, machine()) is None
+    away = Setup(2, precision="fp32", sequence=1, checkpointing="full", offload_activations="host")
+    assert predict(THREE, away, 3, machine()) is None
 
 
 # ---- machines
@@ -222,6 +225,21 @@ def test_figures_must_be_possible() -> None:
             of_json({**MACHINES["dgx-2"].as_json(), **wrong})
     with pytest.raises(ConfigError, match="did you mean 'dgx-2'"):
         machine_of("dgx2")
+
+
+def test_one_rank_has_no_links_for_many() -> None:
+    alone = dataclasses.replace(machine(), inside=(Link("any", 1, 0.0, 1e12),), devices=1)
+    assert Setup(1, links=alone).links is alone
+    with pytest.raises(
+        ConfigError, match="links: 'by hand' was measured by one rank, which sends nothing, and the plan is for 2"
+    ):
+        Setup(2, links=alone)
+
+
+def test_links_in_words_say_who_sends() -> None:
+    text = table(dataclasses.replace(machine(), memory_bandwidth=1e9, across=(Link("any", 4, 0.0, 2e9),)))
+    assert "GB/s that a rank sends, 2 ranks" in text
+    assert "2.00 GB/s that a node sends, 4 ranks" in text
 
 
 def test_a_recording_is_the_median_of_steps_that_are_alike() -> None:
@@ -301,7 +319,10 @@ def test_a_plan_has_no_times_unless_something_is_known_of_them() -> None:
     assert plain.timelines == {}
     assert plain.training_seconds(2) is None
     assert zerodp.plan(7.5e9, world_size=64, links="dgx-2").timelines == {}  # no sequence
-    assert zerodp.plan(7.5e9, world_size=64, tokens=1e9, sequence=1024).training_seconds(2) is None
+    without_rate = zerodp.plan(7.5e9, world_size=64, tokens=1e9, sequence=1024)
+    assert without_rate.training_seconds(2) is None
+    assert any(line.startswith("no training time: it needs") for line in without_rate.assumptions)
+    assert not any("training time" in line for line in plain.assumptions)
 
 
 def test_prediction_follows_the_units_of_a_model() -> None:

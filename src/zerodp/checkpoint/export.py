@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import bytes_of
-from ..core.access import full_values, original_buffers, runtime_of
+from ..core.access import full_values, runtime_of
+from ..core.buffers import original_buffers
 from ..core.control import Kind
 from ..core.runtime import Runtime
 from ..errors import CheckpointError, ConfigError, ZeroError

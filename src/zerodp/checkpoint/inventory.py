@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.access import original_buffers
+from ..core.buffers import original_buffers
 from ..core.layout import Segment
 from ..core.local import Local, local_of
 from ..core.optimizer import ShardedOptimizer

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.access import original_buffers, runtime_of
+from ..core.access import runtime_of
+from ..core.buffers import original_buffers
 from ..core.control import Kind
 from ..core.layout import Segment
 from ..core.optimizer import ShardedOptimizer
-from ..core.optimizer_state import SCALARS
+from ..core.optimizer_state import SCALARS, placed
 from ..core.runtime import Runtime
 from ..errors import CheckpointError, ZeroError
 from ..offload.home import Home
@@ -156,8 +157,8 @@ def _optimizer(source: Source, optimizer: ShardedOptimizer, groups: list[list[st
             f"{source.where} has optimizer states of {', '.join(unknown[:5])}, which are in no group of the optimizer"
         )
     engine = optimizer._zerodp
-    for members, settings in zip(engine.members, taken.settings, strict=True):
-        on_device = bool(settings.get("capturable") or settings.get("fused"))
+    for members, own, given in zip(engine.members, optimizer.param_groups, taken.settings, strict=True):
+        settings = {**own, **given}
         for flat, index in members:
             parameter = Parameter(flat, index, [])
             for one in engine.segments_of(flat, index):
@@ -165,11 +166,11 @@ def _optimizer(source: Source, optimizer: ShardedOptimizer, groups: list[list[st
                 if found:
                     home = flat.homes[one.segment.piece]
                     taken.states[one] = {
-                        k: parked(home, _state(source, k, key, parameter, one, on_device)) for k, key in found.items()
+                        k: parked(home, _state(source, k, key, parameter, one, settings)) for k, key in found.items()
                     }
 
 
-def _state(source: Source, name: str, key: str, parameter: Parameter, one: Any, on_device: bool) -> Any:
+def _state(source: Source, name: str, key: str, parameter: Parameter, one: Any, settings: dict[str, Any]) -> Any:
     """One entry of one segment's state: elementwise ones are cut, the rest is as it is."""
     if key not in source.tensors:
         return source.objects[key]()
@@ -183,8 +184,7 @@ def _state(source: Source, name: str, key: str, parameter: Parameter, one: Any, 
         raise CheckpointError(
             f"{source.where}: optimizer state {name!r} of {parameter.name!r} has shape {stored.shape}, expected {tuple(parameter.shape)} or one element"
         )
-    value = source.whole(key)
-    return value.to(one.device) if on_device or name != "step" else value
+    return placed(name, source.whole(key), settings, one.device)
 
 
 def _settings(source: Source, groups: list[list[str]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -123,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--simulate: a count of parameters is no module; give a shape or a --config")
     if given.get("trace") and "config" not in given:
         raise UsageError("--trace: runs the module of a --config; a shape's activations have closed forms")
+    if "config" in given and "units" in given:
+        raise UsageError("--units: cuts a count or a shape; a --config is planned by its layers")
     if given.pop("trace", False) or ("config" in given and given.get("simulate")):
         given["inputs"] = True
     try:
@@ -147,16 +149,20 @@ def model_of(given: dict[str, Any]) -> Any:
     Raises:
         UsageError: none, or more than one.
     """
-    params, config, vocabulary = given.pop("params", None), given.pop("config", None), given.pop("vocab", 0)
+    params, config, vocabulary = given.pop("params", None), given.pop("config", None), given.pop("vocab", None)
     shape = {name: given.pop(name) for name in SHAPE if name in given}
     if sum((params is not None, config is not None, bool(shape))) != 1:
         raise UsageError("give one model: --params, --config, or --layers with --hidden and --heads")
+    if vocabulary is not None and not shape:
+        raise UsageError(
+            "--vocab: is of a shape (--layers, --hidden, --heads); a count has none, and a --config has its own"
+        )
     if params is not None or config is not None:
         return config if params is None else params
     missing = [name for name in SHAPE if name not in shape]
     if missing:
         raise UsageError(f"a shape needs --{', --'.join(SHAPE)}; missing: --{', --'.join(missing)}")
-    return Shape(**shape, vocabulary=vocabulary, sequence=given.get("sequence"))
+    return Shape(**shape, vocabulary=vocabulary or 0, sequence=given.get("sequence"))
 
 
 def as_option(message: str) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..errors import CheckpointError, ConfigError, ShardedError
 from ..offload.home import GRADIENT, MASTER, Home, walk
 from .bits import checksum, differing, same_bits, same_values
+from .buffers import kept_buffers, original_buffers, rank0_buffers
 from .control import Kind
 from .layout import Segment
 from .local import local_of
@@ -99,6 +100,7 @@ def _keep(runtime: Runtime, units: list[Unit]) -> None:
     for unit in units:
         for flat in unit.flats:
             commit(runtime, flat, _page(flat))
+    runtime.lending.note()
     for unit in [*runtime.pager.cache.clear(), *units]:
         unit.free()
 
@@ -187,20 +189,6 @@ def full_values(runtime: Runtime, flat: Flat) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
-def original_buffers(runtime: Runtime) -> Iterator[None]:
-    """Inside, cast buffers are in their original dtype; what is written to them is kept."""
-    cast = [module._buffers[key] for module, key, _ in runtime.buffers]
-    for (module, key, dtype), buffer in zip(runtime.buffers, cast, strict=True):
-        module._buffers[key] = buffer.to(dtype)  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        for (module, key, _), buffer in zip(runtime.buffers, cast, strict=True):
-            buffer.copy_(module._buffers[key])  # type: ignore[union-attr, arg-type]
-            module._buffers[key] = buffer
-
-
-@contextlib.contextmanager
 def whole(runtime: Runtime) -> Iterator[None]:
     """Inside, parameters (and floating-point buffers) are ordinary again, full and in their original dtypes."""
     runtime.require_idle("state_dict()")
@@ -215,25 +203,6 @@ def whole(runtime: Runtime) -> Iterator[None]:
             for flat in runtime.flats():
                 flat.restore(flat.unit.visible)
             runtime.rearm()
-
-
-@contextlib.contextmanager
-def rank0_buffers(runtime: Runtime) -> Iterator[None]:
-    """Inside, every rank sees rank 0's buffers, which are what state dicts and checkpoints hold."""
-    own = [
-        (module, key, buffer)
-        for module in runtime.module_names
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    for module, key, buffer in own:
-        module._buffers[key] = sent = buffer.clone(memory_format=torch.contiguous_format)
-        runtime.comm.broadcast(local_of(sent), "(buffers)", runtime.comm.mesh.world)
-    try:
-        yield
-    finally:
-        for module, key, buffer in own:
-            module._buffers[key] = buffer
 
 
 def undress(runtime: Runtime, state_dict: dict[str, Any]) -> None:
@@ -259,11 +228,12 @@ def load(runtime: Runtime, state_dict: Any, plainly: Callable[[Any], Any]) -> An
     problem, result = _two_values(runtime, state_dict), None
     with whole(runtime):
         before = {flat: [value.clone() for value in _held(flat)] for flat in runtime.flats()}
-        try:
-            result = plainly(_dressed(runtime, state_dict)) if problem is None else None
-        except RuntimeError as error:
-            problem = CheckpointError(str(error))
-        runtime.control.share(problem)
+        with kept_buffers(runtime):
+            try:
+                result = plainly(_dressed(runtime, state_dict)) if problem is None else None
+            except RuntimeError as error:
+                problem = CheckpointError(str(error))
+            runtime.control.share(problem)
         runtime.lending.before_change()
         for flat, values in before.items():
             pairs = enumerate(zip(_held(flat), values, strict=True))
@@ -361,6 +331,9 @@ def full_grads(model: nn.Module) -> dict[str, Tensor]:
 
 def local_shards(model: nn.Module, kind: str = "parameters") -> Iterator[tuple[str, Slice, Tensor]]:
     """(name, slice of the flattened parameter in memory order, this rank's part of it), live: what is written there counts.
+
+    Parts that are kept may be written to later, too, between passes; each pass and step then begins with a small message that asks all ranks.
+    Not so what rests on disk, gradients, and with `delayed_update`: ask for them again.
 
     Of a DTensor the slice is of this rank's local tensor.
     For "parameters" the parts are the masters, in the dtype the optimizer updates; for "gradients" the reduced gradients.

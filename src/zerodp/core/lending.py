@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..errors import ShardedError
 from .control import Control, Kind
 
@@ -17,7 +19,7 @@ class Lending:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.lent: list[int] | None = None  # versions of the shards when they were handed out for writing
+        self.lent: list[int] | None = None  # versions of the shards when what they hold was last known to all ranks
         self.readers: list[Callable[[], None]] = []  # each returns when somebody has read what there was
         self.asleep: Any = None  # what `zerodp.sleep` has put away
         self.ever_lent = False  # somebody may hold parts of the shards, and write without asking
@@ -43,10 +45,23 @@ class Lending:
         """If any rank wrote into lent shards, whole parameters are old."""
         if self.lent is not None:
             edited = self.lent != self._versions()
-            self.lent = None
+            self.note()
             rows = self.runtime.control.require(Kind.LENT, overflow=edited)
             if bool(rows[:, Control.OVERFLOW].any()):
                 self.runtime.changed()
+
+    def begin_forward(self) -> None:
+        """Forwards without gradients inside `full_params` need not match those of other ranks, so they ask nobody."""
+        if not self.runtime.open or torch.is_grad_enabled():
+            self.take_back()
+
+    def note(self) -> None:
+        """What the shards hold now is no edit. Whoever has parts of them may write at any time from here on.
+
+        But not where an update runs beside training: it and the user would write at the same time, so those ask again each time.
+        """
+        lasts = self.ever_lent and not self.runtime.places.offload.delayed_update
+        self.lent = self._versions() if lasts else None
 
     def before_change(self) -> None:
         """Wait for those who still read."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..config import Precision
 from ..errors import ConfigError, ShardedError
 from . import access
+from .buffers import rank0_buffers
 from .optimizer import zero_grad as drop_gradients
 from .runtime import Runtime
 from .unit import Flat
@@ -51,7 +52,7 @@ class ShardedModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Full tensors under the plain model's keys, in the dtypes from before `shard()` (a collective)."""
-        with access.whole(self._zerodp), access.rank0_buffers(self._zerodp):
+        with access.whole(self._zerodp), rank0_buffers(self._zerodp):
             found: dict[str, Any] = super().state_dict(*args, **kwargs)
             access.undress(self._zerodp, found)
             return found

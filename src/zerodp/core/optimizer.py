@@ -6,6 +6,7 @@ with the other ranks whether to step, and sends the new parameters on their way.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,6 +56,13 @@ class SegmentParameter(nn.Parameter):
     @property
     def full_name(self) -> str:
         return self.flat.names[self.segment.index]
+
+
+# torch's optimizers take their foreach kernels by default where they know the class of all parameters.
+with contextlib.suppress(AttributeError, ImportError):
+    from torch.optim.optimizer import _foreach_supported_types
+
+    _foreach_supported_types.append(SegmentParameter)
 
 
 class Engine:

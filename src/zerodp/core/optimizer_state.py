@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,26 @@ SCALARS = (
 )  # torch's per-parameter scalars, which look elementwise beside a 0-dim parameter
 
 
-def cut(key: str, value: Any, segment: SegmentParameter, error: type[ZeroError] = CheckpointError) -> Any:
-    """One entry of a parameter's state as its segment's: elementwise tensors are cut, the rest is copied."""
+def placed(key: str, value: Tensor, settings: Mapping[str, Any], device: torch.device) -> Tensor:
+    """A copy of a one-element entry where torch's optimizers expect it: the host counts their steps, but for fused and capturable ones."""
+    on_host = key == "step" and not (settings.get("fused") or settings.get("capturable"))
+    return value.to("cpu" if on_host else device, copy=True)
+
+
+def settings_by_name(optimizer: ShardedOptimizer, given: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each parameter in the optimizer's groups, what its group will say with the `given` settings, group by group."""
+    groups = zip(optimizer.param_groups, given, optimizer._zerodp.members, strict=True)
+    return {flat.names[index]: {**own, **new} for own, new, members in groups for flat, index in members}
+
+
+def cut(
+    key: str,
+    value: Any,
+    segment: SegmentParameter,
+    settings: Mapping[str, Any],
+    error: type[ZeroError] = CheckpointError,
+) -> Any:
+    """One entry of a parameter's state as its segment's: elementwise tensors are cut, the rest is copied. `settings`: its group's."""
     flat, index = segment.flat, segment.segment.index
     size, stride, _ = flat.shapes[index]
     local = flat.locals[index]
@@ -41,7 +60,7 @@ def cut(key: str, value: Any, segment: SegmentParameter, error: type[ZeroError] 
             segment.device, copy=True
         )
     if value.numel() == 1:
-        return value.to(segment.device, copy=True)
+        return placed(key, value, settings, segment.device)
     raise error(
         f"optimizer state of parameter {segment.full_name!r} has shape {tuple(value.shape)}, expected {tuple(local.shape)} or one element: "
         "this optimizer is not elementwise and cannot be sharded"
@@ -52,21 +71,28 @@ def from_plain(optimizer: ShardedOptimizer, states: dict[Any, dict[str, Any]]) -
     """State made before `shard()` (by the optimizer's constructor or earlier steps), keyed by the parameters."""
     engine = optimizer._zerodp
     made = {}
+    settings = settings_by_name(optimizer, optimizer.param_groups)
     for parameter, state in states.items():
         where = parameter._zerodp
         for segment in engine.segments_of(where.flat, where.index):
-            made[segment] = {key: cut(key, value, segment, ConfigError) for key, value in state.items()}
+            own = settings.get(segment.full_name, {})
+            made[segment] = {key: cut(key, value, segment, own, ConfigError) for key, value in state.items()}
     replace_states(optimizer.state, made, engine)
 
 
-def to_plain(states: dict[str, Any], local: Local, comm: Comm) -> dict[str, Any]:
-    """One parameter's full state as the parameter itself is: of a DTensor, DTensors."""
-    return {
-        key: local.dressed(local.part(value, comm, key))
-        if isinstance(value, Tensor) and value.shape == local.shape and (value.dim() > 0 or key not in SCALARS)
-        else value
-        for key, value in states.items()
-    }
+def to_plain(
+    states: dict[str, Any], local: Local, comm: Comm, settings: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """One parameter's full state as the parameter itself is, on its device: of a DTensor, DTensors. `settings`: its group's."""
+
+    def plain(key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape == local.shape and (value.dim() > 0 or key not in SCALARS):
+            return local.dressed(local.part(value, comm, key))
+        return placed(key, value, settings, device)
+
+    return {key: plain(key, value) for key, value in states.items()}
 
 
 def full_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
@@ -151,10 +177,12 @@ def load_full_state(optimizer: ShardedOptimizer, given: dict[str, Any]) -> None:
     error, taken = None, {}
     try:
         groups, states = _named(optimizer, given)
+        settings = settings_by_name(optimizer, groups)
         for segment in engine:
-            if segment.full_name in states:
+            name = segment.full_name
+            if name in states:
                 taken[segment] = {
-                    k: _cast(k, cut(k, v, segment), segment) for k, v in states[segment.full_name].items()
+                    k: _cast(k, cut(k, v, segment, settings.get(name, {})), segment) for k, v in states[name].items()
                 }
     except CheckpointError as found:
         error = found

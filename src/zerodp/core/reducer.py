@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from itertools import repeat
 from typing import Any
 
@@ -139,19 +138,15 @@ class Reducer:
                     home.scale_gradient(self.loss_scale / flat.grad_scale)
             flat.grad_scale = self.loss_scale
         flat.grad = flat.grad or target or flat.grad_storage(self.arena, promoted)
-        gathers = []
-        with ExitStack() as there:
-            for parts, home in zip(sums, flat.homes, strict=True):
-                whole = there.enter_context(home.summing(fresh))
+        for parts, home in zip(sums, flat.homes, strict=True):
+            with home.summing(fresh) as whole:  # what rests elsewhere takes space here for one piece at a time
                 mine = whole if replicas.size == 1 else whole.view(replicas.size, -1)[replicas.rank]
                 if fresh:
                     self._sum(parts, mine, borrowed, scale)
                 else:
                     mine.add_(self._sum(parts, None, borrowed, scale))
                 if replicas.size > 1:
-                    gathers.append(self.comm.all_gather(whole, replicas, name, op="all_reduce", count=0))
-            for handle in gathers:
-                handle.wait()
+                    self.comm.all_gather(whole, replicas, name, op="all_reduce", count=0).wait()
         first.clear()  # with the results, which are views of what is given back
         del parts, sums, mine, whole, bucket
         for slot in borrowed:

@@ -91,9 +91,7 @@ class Runtime:
         return self.passes[-1].phase if self.passes else "idle"
 
     def event(self, kind: str, unit: Unit | None) -> None:
-        self.trace.append(
-            (kind, unit.name if unit is not None else "", self.passes[-1].phase if self.passes else "idle")
-        )
+        self.trace.append((kind, unit.name if unit is not None else "", self.phase))
 
     def last_event(self) -> str:
         if not self.trace:
@@ -137,7 +135,7 @@ class Runtime:
         return True
 
     def _begin_forward(self, module: nn.Module) -> None:
-        self.lending.take_back()
+        self.lending.begin_forward()
         self.control.look()
         key = ("forward", self.module_names.get(module, "?"), torch.is_grad_enabled())
         order = self.orders.get(key)
@@ -380,7 +378,7 @@ class Runtime:
 
     def refresh(self) -> None:
         """The shards have new values: what was gathered is old, and whole parameters are fetched at once, in order."""
-        self.lending.lent = None
+        self.lending.note()
         for unit in self.pager.cache.clear():
             self.pager.let_go(unit)
         for unit in self.units:

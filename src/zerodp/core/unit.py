@@ -309,6 +309,18 @@ class Flat:
             arena.give(slot)  # which waits while a tensor of the user's still sees it
         self.has_grad.clear()
 
+    def close(self, arena: Arena) -> None:
+        """Give back all that this rank holds; the parameters have their values elsewhere by now."""
+        self.clear_grad(arena)
+        _, slot = self.take_bucket()
+        if slot is not None:
+            arena.give(slot)
+        self.full = self.persistent = None
+        self.master = []
+        homes, self.homes = self.homes, []
+        for home in homes:
+            home.close()
+
 
 class Unit:
     """A page: the flats of one unit, and whether its parameters can be seen."""

@@ -80,6 +80,13 @@ class Delay:
         assert self.update is not None
         self.update.conclude()
 
+    def close(self) -> None:
+        """Wait for it, and let go of all that it was about."""
+        self.end()
+        self.update, self.unpublished, self.behind = None, [], set()
+        if self.threads is not None:
+            self.threads.shutdown()
+
     def publish(self) -> set[Flat]:
         """Wait for it, and give what came out to forward. The result is the flats that changed."""
         self.end()

@@ -191,13 +191,21 @@ class Elsewhere(Home):
         for factor, spans in self.factors:
             multiply(gradient, factor, spans)
 
+    def close(self) -> None:
+        super().close()
+        for name in list(self.tickets):
+            self._close(name, False)
+            self.tier.free(self.tickets.pop(name))
+
     # ---- what `walk` does
 
     def begin(self, kinds: tuple[str, ...]) -> None:
         self.users += 1
         if GRADIENT in kinds:
             self._claim_gradient()
-        self.arrive()
+        if self.live:
+            for ticket in self.tickets.values():
+                self.tier.open(ticket).wait()  # gradients may still be on their way
         for name in self.tickets:
             if (name if name in LEDGER else STATES) in kinds and name not in self.opened:
                 self.opened[name] = self.tier.open(self.tickets[name])

@@ -146,6 +146,11 @@ class Home:
     def ahead(self) -> None:
         """`read` comes soon."""
 
+    def close(self) -> None:
+        """Nothing rests here any more."""
+        self.segments, self.state = [], {}
+        self.source.close()
+
     # ---- what `walk` does
 
     def begin(self, kinds: tuple[str, ...]) -> None:

@@ -135,6 +135,13 @@ class Places:
         optimizer._zerodp.runtime.control.share(problem)
         return flats
 
+    def close(self) -> None:
+        """Give back all that rests elsewhere: the homes have let go of it."""
+        self.delay.close()
+        self.threads.shutdown()
+        for tier in self.tiers.values():
+            tier.close()
+
     # ---- what `stats` shows
 
     def ledgers(self) -> list[Ledger]:

@@ -51,6 +51,9 @@ class Source:
     def arrive(self) -> None:
         """Wait until forward has them, and the master may change again."""
 
+    def close(self) -> None:
+        """Nothing is kept any more."""
+
 
 class Copied(Source):
     """A copy of its own. Where master and copy are both in host memory, one piece is copied while the next is updated."""
@@ -90,6 +93,10 @@ class Beside(Copied):
             arena = flat.unit.runtime.arena
             self.values = arena.allocate(self.home.numel, flat.param_dtype, "parameters").copy_(values)
 
+    def close(self) -> None:
+        self.arrive()
+        del self.values
+
     def fetch(self, out: Tensor) -> Transfer:
         self.arrive()
         if not same_memory(out, self.values):
@@ -128,6 +135,10 @@ class Kept(Copied):
         self.ticket = self.tier.put(values.to(self.home.flat.param_dtype), "parameters", self.home.name)
         if values.device.type != "cpu":
             torch.accelerator.synchronize(values.device)  # what they lie in is used again at once
+
+    def close(self) -> None:
+        self.arrive()
+        self.tier.free(self.ticket)
 
     def fetch(self, out: Tensor) -> Transfer:
         self.arrive()

@@ -18,6 +18,7 @@ from .home import GRADIENT, MASTER, STATES, Home, windows
 if TYPE_CHECKING:
     from ..core.arena import Slot
     from ..core.optimizer import SegmentParameter, ShardedOptimizer
+    from ..core.unit import Flat
 
 WINDOW_NUMEL = 2**19  # elements of a window that needs memory of its own; a piece with more is its window
 # Of one that needs none: often enough that the last one's masters are copied to where gathers read meanwhile.
@@ -28,11 +29,17 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 def run(update: Update, chosen: Mapping[Home, Sequence[SegmentParameter]]) -> None:
     """Update these segments, each of which has a reduced gradient; the others are left alone."""
-    groups: dict[float, list[Home]] = {math.inf: [], LARGE_WINDOW_NUMEL: [], WINDOW_NUMEL: []}
+    groups: dict[
+        tuple[float, Flat | None], list[Home]
+    ] = {}  # by the least elements of a window, and what no window reaches beyond
     for home, segments in chosen.items():
-        needs_memory = not home.live or not all(fits(one) for one in segments)
-        groups[WINDOW_NUMEL if needs_memory else math.inf if home.source.is_master else LARGE_WINDOW_NUMEL].append(home)
-    for numel, homes in groups.items():
+        if not home.live or not all(fits(one) for one in segments):
+            # On the device as much memory for casts as the largest flat needs; elsewhere enough to be worth a call.
+            key: tuple[float, Flat | None] = (math.inf, home.flat) if home.place == "device" else (WINDOW_NUMEL, None)
+        else:
+            key = (math.inf if home.source.is_master else LARGE_WINDOW_NUMEL, None)
+        groups.setdefault(key, []).append(home)
+    for (numel, _), homes in groups.items():
         for window in windows(homes, (MASTER, GRADIENT, STATES), (MASTER, STATES), numel):
             slots = [slot for home in window for slot in _give(chosen[home])]
             update.step([one for home in window for one in chosen[home]])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import socket
 from collections import Counter
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,33 +13,23 @@ from torch import nn
 from ..config import Config
 from ..core.comm import Comm
 from ..core.control import share_verdict
-from ..core.elementwise import num_moments
 from ..core.local import local_of
 from ..core.stages import STAGES
 from ..core.wrap import IGNORED, Plan
+from ..elementwise import num_moments
 from ..errors import ConfigError
+from ..offload.room import free_memory
+from .estimate import Estimate
 from .models import Model, of_plans
 from .recommend import choose_stages
 from .setup import Setup
 
 LOG = logging.getLogger("zerodp")
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
     """Of an accelerator, or of the host within the limits of this process's group."""
-    if device.type != "cpu":
-        return int(torch.accelerator.get_memory_info(device)[0])
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no limit is the word "max"
-        return free
-    return min(free, max(limit - used, 0))
+    return free_memory() if device.type == "cpu" else int(torch.accelerator.get_memory_info(device)[0])
 
 
 def room(model: nn.Module, device: torch.device, comm: Comm) -> int:
@@ -70,6 +58,7 @@ def choose(
         ConfigError: not even the last stage fits, on every rank alike.
     """
     mesh = comm.mesh
+    away = config.offload
     setup = Setup(
         mesh.data.size,
         replicate=mesh.replicate.size,
@@ -80,13 +69,24 @@ def choose(
         unsharded_bytes=config.unsharded_bytes,
         bucket_bytes=config.bucket_bytes,
         exact=mesh.backend != "nccl" if config.exact is None else config.exact,
+        # Of a share that leaves the device, where its pieces lie decides how much; counted as if all of it stayed it fits too.
+        offload_optimizer=away.optimizer if away.fraction == 1 else "device",
+        offload_params=away.params,
     )
+
+    def held(one: Estimate) -> float:
+        """Bytes in the device's memory, which on the CPU is also the host's."""
+        if device.type != "cpu":
+            return one.device_bytes
+        host = one.tiers["host"] if away.host_bytes is None else min(one.tiers["host"], away.host_bytes)
+        return one.device_bytes + host + one.disk_buffer_bytes
+
     buffers = sum(local_of(buffer).nbytes for buffer in model.buffers())
     known = Model(type(model).__name__, of_plans(plans, config.precision), exact=True, buffer_bytes=buffers)
     stages: dict[str, int] = {}
     problem, reason = None, ""
     try:
-        stages, reason = choose_stages(known, setup)
+        stages, reason = choose_stages(known, setup, held)
     except ConfigError as error:
         problem = error
     # Ranks along a tensor-parallel dim may have parts of other sizes; all take what the largest needs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from ..tiers.disk import BUFFER_BYTES
 from .closed import activations, states, traffic
 from .models import FlatSpec, Model, UnitSpec
 from .setup import Setup
+from .timeline.rehearsal import Part, rehearse
 
 STATES = ("parameters", "gradients", "optimizer")
 KINDS = (*STATES, "unsharded", "buckets", "activations", "buffers")
@@ -56,7 +58,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Placed:
-    """A flat with its place: elements of its buffer, of this rank's part of it, and of parameters in that part."""
+    """A flat with its place: elements of its buffer, of this rank's part of it, of parameters in that part, and of the largest of its pieces."""
 
     spec: FlatSpec
     residency: Residency
@@ -66,6 +68,7 @@ class Placed:
     shard: float
     owned: float
     pieces: int
+    piece: float
 
 
 def residency_of(unit: UnitSpec, stage: Stage) -> Residency:
@@ -86,11 +89,22 @@ def place(model: Model, unit: UnitSpec, setup: Setup, stage: Stage, rank: int = 
             layout = build(numels, ranks, replicas, max(bucket // flat.compute, 1))
             whole, shard = layout.padded_numel, layout.shard_numel
             mine = layout.segments(rank % ranks)
-            yield Placed(flat, residency, ranks, replicas, whole, shard, sum(s.numel for s in mine), len(layout.pieces))
+            yield Placed(
+                flat,
+                residency,
+                ranks,
+                replicas,
+                whole,
+                shard,
+                sum(s.numel for s in mine),
+                len(layout.pieces),
+                max(layout.piece_numels),
+            )
         else:
             numel = sum(flat.numels) / setup.tensor_parallel
             pieces = math.ceil(numel * flat.compute / bucket)
-            yield Placed(flat, residency, ranks, replicas, numel, numel / ranks, numel / ranks, pieces)
+            piece = min(numel, bucket / flat.compute) / ranks
+            yield Placed(flat, residency, ranks, replicas, numel, numel / ranks, numel / ranks, pieces, piece)
 
 
 def sizes(flat: FlatSpec, setup: Setup) -> states.Sizes:
@@ -124,11 +138,13 @@ def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str
     paged = [[f for f in flats if f.residency.shards_parameters] for flats in units.values()]
     gathered = sum(f.whole * f.spec.compute for flats in paged for f in flats)
     total = {"unsharded": 0.0, "buckets": 0.0}
+    summed = sum(f.shard * f.spec.gradient for flats in units.values() for f in flats if f.spec.trains)
     opened = sum(
         f.whole * f.spec.compute for f in units.get(ROOT, ()) if f.residency.shards_gradients and f.spec.trains
     )
     for name, flats in units.items():
         one = {"unsharded": 0.0, "buckets": 0.0}
+        piece = max((f.piece * f.spec.gradient for f in flats if f.spec.trains), default=0)
         for place, f in enumerate(flats):
             found = states.in_use(
                 f.residency,
@@ -142,6 +158,9 @@ def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str
                 setup.accumulate > 1,
                 opened if name != ROOT and place == 0 else 0,
                 f.owned,
+                optimizer_away=setup.offload_optimizer != "device",
+                copied=setup.copies_sums,
+                leaving=states.leaving(piece, summed, setup.exact) if place == 0 else 0,
             )
             one["unsharded"] += found["unsharded"]
             one["buckets"] += found["buckets"] if f.spec.trains else 0
@@ -184,14 +203,43 @@ def _placed(found: Mapping[str, float], layers: int, setup: Setup) -> dict[str, 
     return {"here": passing + found["working"], "away": found["kept"]}
 
 
-def sent(flats: list[Placed], setup: Setup) -> tuple[float, float, int]:
-    """(elements, bytes, operations) that one rank sends in a step."""
+def part(name: str, flats: list[Placed]) -> Part:
+    """A unit as far as the order of events goes."""
+    return Part(
+        name,
+        round(sum(f.whole * f.spec.compute for f in flats if f.residency.shards_parameters)),
+        pages=any(f.residency.shards_parameters for f in flats),
+        renewed=any(f.ranks > 1 and not f.residency.shards_parameters for f in flats),
+        trains=any(f.spec.trains for f in flats),
+    )
+
+
+def gathers_of(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str, int]:
+    """How often a step gathers each unit that the stage gathers for use: twice a backward pass, less what is kept between uses."""
+    names = [name for name, flats in units.items() if any(f.residency.shards_parameters for f in flats)]
+    if not setup.unsharded_bytes or not names:
+        return dict.fromkeys(names, 2 * setup.accumulate)
+    found = _rehearsed(
+        tuple(part(*one) for one in units.items()), setup.prefetch, setup.unsharded_bytes, setup.accumulate
+    )
+    return {name: found[name] for name in names}
+
+
+@functools.lru_cache(64)  # a search for what fits asks for the same again and again
+def _rehearsed(parts: tuple[Part, ...], prefetch: int, unsharded_bytes: int, backwards: int) -> Counter[str]:
+    moments = rehearse(parts, prefetch, unsharded_bytes, backwards)
+    return Counter(moment.unit for moment in moments if moment.kind == "gather")
+
+
+def sent(units: Mapping[str, list[Placed]], setup: Setup, gathers: Mapping[str, int]) -> tuple[float, float, int]:
+    """(elements, bytes, operations) that one rank sends in a step; gathers: as of `gathers_of`."""
     elements, nbytes, operations = 0.0, 0.0, 0
-    for flat in flats:
+    for name, flat in ((name, flat) for name, flats in units.items() for flat in flats):
         spec, residency = flat.spec, flat.residency
         if not spec.trains and not residency.shards_parameters:
             continue
-        by_op = traffic.sent_elements(flat.whole, flat.ranks, flat.replicas, residency, setup.accumulate)
+        times = gathers.get(name)
+        by_op = traffic.sent_elements(flat.whole, flat.ranks, flat.replicas, residency, setup.accumulate, times)
         if not spec.trains:
             by_op = {"all_gather": by_op["all_gather"]}
         elements += sum(by_op.values())
@@ -199,7 +247,7 @@ def sent(flats: list[Placed], setup: Setup) -> tuple[float, float, int]:
         gathers_only = 0 if spec.trains else setup.accumulate * flat.pieces * (flat.ranks > 1)
         operations += (
             traffic.launches(
-                flat.pieces, flat.ranks > 1, spec.trains and flat.replicas > 1, residency, setup.accumulate
+                flat.pieces, flat.ranks > 1, spec.trains and flat.replicas > 1, residency, setup.accumulate, times
             )
             - gathers_only
         )
@@ -217,10 +265,12 @@ def element_bytes(op: str, flat: Placed, setup: Setup) -> float:
     return (reduced + (first + later * (setup.accumulate - 1)) / setup.accumulate) / 2
 
 
-def host_link_bytes(flats: list[Placed], setup: Setup, checkpoints: float) -> float:
+def host_link_bytes(
+    units: Mapping[str, list[Placed]], setup: Setup, checkpoints: float, gathers: Mapping[str, int]
+) -> float:
     """Per device and step: gradients down and parameters up, pages for each gather, checkpoints there and back."""
     total = 2 * checkpoints * setup.accumulate
-    for flat in flats:
+    for name, flat in ((name, flat) for name, flats in units.items() for flat in flats):
         params_away = flat.residency.shards_parameters and setup.offload_params != "device"
         if flat.spec.trains and setup.offload_optimizer != "device":
             if flat.residency.shards_gradients:  # each backward's sum leaves
@@ -229,7 +279,7 @@ def host_link_bytes(flats: list[Placed], setup: Setup, checkpoints: float) -> fl
                 total += flat.owned * (flat.spec.compute if setup.accumulate == 1 else states.ACCUMULATED_BYTES)
             total += 0 if params_away else flat.shard * flat.spec.compute
         if params_away:
-            total += 2 * setup.accumulate * flat.shard * flat.spec.compute
+            total += gathers[name] * flat.shard * flat.spec.compute
     return total
 
 
@@ -251,8 +301,9 @@ def estimate(model: Model, setup: Setup, stage: Stage, rank: int = 0) -> Estimat
     buffers = min(tiers["disk"], BUFFER_BYTES)
     by_paper = {unit.name: residency_of(unit, stage) for unit in model.units}
     numels = {unit.name: unit.numel / setup.tensor_parallel for unit in model.units}
-    elements, nbytes, operations = sent(flats, setup)
-    link = host_link_bytes(flats, setup, acts["away"])
+    gathers = gathers_of(units, setup)
+    elements, nbytes, operations = sent(units, setup, gathers)
+    link = host_link_bytes(units, setup, acts["away"], gathers)
     flops = step_flops(model, setup)
     rates = (
         ("compute", flops, setup.device_flops),
@@ -277,7 +328,7 @@ def estimate(model: Model, setup: Setup, stage: Stage, rank: int = 0) -> Estimat
 
 
 def step_flops(model: Model, setup: Setup) -> float | None:
-    """Of one device in a step, traced; else 2 per parameter and token forward, 4 backward, 2 more where all is recomputed."""
+    """Of one device in a step, traced; else 2 per active parameter and token forward, 4 backward, 2 more where all is recomputed."""
     trace = model.traces.get(setup.checkpointing == "full")
     if trace is not None:
         return float(trace.flops * setup.accumulate)
@@ -285,7 +336,7 @@ def step_flops(model: Model, setup: Setup) -> float | None:
     if sequence is None:
         return None
     per_token = 8 if setup.checkpointing == "full" else 6
-    return per_token * model.numel / setup.tensor_parallel * setup.batch * sequence * setup.accumulate
+    return per_token * model.active / setup.tensor_parallel * setup.batch * sequence * setup.accumulate
 
 
 def problems(setup: Setup, device_bytes: float, tiers: Mapping[str, float]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Precision
+from ..core.wrap import ROOT
 from ..errors import ConfigError
 from .models import Model, Shape, of_units
 
@@ -64,18 +66,32 @@ def llama(keys: Keys) -> tuple[Shape, Units]:
     h, v, layers = keys.number("hidden_size"), keys.number("vocab_size"), keys.number("num_hidden_layers")
     heads = keys.number("num_attention_heads")
     head = keys.number("head_dim", h // heads)
-    kv, inner = keys.number("num_key_value_heads", heads), keys.number("intermediate_size")
+    kv = keys.number("num_key_value_heads", heads)
     bias = keys.flag("attention_bias", False)
     qkv_bias = bias or keys.kind == "qwen2"
     attention = linear(h, heads * head, qkv_bias) + 2 * linear(h, kv * head, qkv_bias) + linear(heads * head, h, bias)
-    mlp_bias = keys.flag("mlp_bias", False)
-    mlp = 2 * linear(h, inner, mlp_bias) + linear(inner, h, mlp_bias)
-    experts = keys.number("num_local_experts", 8) if keys.kind == "mixtral" else 0
+    mlp, experts = gated_mlp(keys), experts_of(keys)
     block = 2 * h + attention + (experts * (mlp + h) if experts else mlp)
     tied = keys.flag("tie_word_embeddings", False)
     outside = v * h * (1 if tied else 2) + h
     units = [("(root)", outside), *stack("model.layers", layers, block)]
     return Shape(layers, h, heads, v, keys.number("max_position_embeddings", 2048)), units
+
+
+def gated_mlp(keys: Keys) -> int:
+    h, inner, bias = keys.number("hidden_size"), keys.number("intermediate_size"), keys.flag("mlp_bias", False)
+    return 2 * linear(h, inner, bias) + linear(inner, h, bias)
+
+
+def experts_of(keys: Keys) -> int:
+    """Of each block; 0 where there are none."""
+    return keys.number("num_local_experts", 8) if keys.kind == "mixtral" else 0
+
+
+def idle_numel(keys: Keys) -> int:
+    """Of each block, the parameters that a token does not meet: those of the experts that it is not sent to."""
+    experts = experts_of(keys)
+    return max(experts - keys.number("num_experts_per_tok", 2), 0) * gated_mlp(keys) if experts else 0
 
 
 def t5(keys: Keys) -> tuple[Shape, Units]:
@@ -176,4 +192,8 @@ def of_config(path: str | os.PathLike[str], precision: Precision) -> Model:
         )
     shape, units = family(keys)
     name = str(entries.get("_name_or_path") or keys.architecture or keys.kind)
-    return of_units(name, units, precision, shape=shape)
+    model, idle = of_units(name, units, precision, shape=shape), idle_numel(keys)
+    if not idle:
+        return model
+    blocks = (unit if unit.name == ROOT else dataclasses.replace(unit, idle=idle) for unit in model.units)
+    return dataclasses.replace(model, units=tuple(blocks))

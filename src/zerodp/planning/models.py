@@ -65,10 +65,16 @@ class UnitSpec:
     name: str
     flats: tuple[FlatSpec, ...]
     residency: Residency | None = None  # None: as the stage says; parameters that are ignored rest whole
+    idle: float = 0  # of its parameters, those that a token does not meet: the experts that it is not sent to
 
     @property
     def numel(self) -> float:
         return sum(sum(flat.numels) for flat in self.flats)
+
+    @property
+    def active(self) -> float:
+        """Parameters that compute for each token."""
+        return self.numel - self.idle
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ class Model:
 
     exact: the units are those that `shard()` would make, so padding can be counted; buffer_bytes: of its buffers;
     assumptions: what was guessed, in words; traces: a step as the model is (False), and with its blocks checkpointed (True);
-    finer: smaller units that it could have, the largest first, each with words for them.
+    finer: smaller units that it could have, the largest first, each with words for them; cut: how the units of a count or a shape
+    are cut (`CUTS`).
     """
 
     name: str
@@ -114,11 +121,17 @@ class Model:
     assumptions: tuple[str, ...] = field(default=())
     traces: Mapping[bool, Trace] = field(default_factory=dict)
     finer: tuple[tuple[str, tuple[UnitSpec, ...]], ...] = ()
+    cut: str = "block"
 
     @property
     def numel(self) -> float:
         """Parameters, trainable or not."""
         return sum(unit.numel for unit in self.units)
+
+    @property
+    def active(self) -> float:
+        """Parameters that compute for each token."""
+        return sum(unit.active for unit in self.units)
 
     @property
     def trainable(self) -> float:
@@ -164,7 +177,7 @@ def finer_than(cut: str) -> list[str]:
 def of_shape(shape: Shape, precision: Precision, cut: str = "block") -> Model:
     name = f"GPT of {shape.layers} layers, width {shape.hidden}, {shape.heads} heads"
     finer = tuple((CUT_WORDS[one], unit_specs(gpt_units(shape, one), precision)) for one in finer_than(cut))
-    return of_units(name, gpt_units(shape, cut), precision, shape=shape, finer=finer)
+    return of_units(name, gpt_units(shape, cut), precision, shape=shape, finer=finer, cut=cut)
 
 
 def of_count(numel: float, precision: Precision, sequence: int | None = None, cut: str = "block") -> Model:
@@ -179,7 +192,8 @@ def of_count(numel: float, precision: Precision, sequence: int | None = None, cu
         return [(f"blocks.{i}{name}", numel / layers * share / 12) for i in range(layers) for name, share in parts]
 
     finer = tuple((CUT_WORDS[one], unit_specs(units(one), precision)) for one in finer_than(cut))
-    return of_units(f"{short(numel)} parameters", units(cut), precision, shape=shape, assumptions=(guess,), finer=finer)
+    name = f"{short(numel)} parameters"
+    return of_units(name, units(cut), precision, shape=shape, assumptions=(guess,), finer=finer, cut=cut)
 
 
 def of_module(model: nn.Module, config: Config, traces: Mapping[bool, Trace] | None = None) -> Model:

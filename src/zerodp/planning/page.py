@@ -8,15 +8,16 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from ..config import PIECE_BYTES, Config
 from ..core.stages import STAGES
 from ..core.wrap import ROOT
 from .closed.device import INPUTS, device
 from .closed.symbols import javascript
-from .estimate import KINDS
+from .estimate import KINDS, gathers_of, place
 from .models import Model
 from .picture import duration, of_timeline
 from .plan import Plan
-from .setup import Setup
+from .setup import CHECKPOINTING, Setup
 
 
 def formulas() -> str:
@@ -26,15 +27,20 @@ def formulas() -> str:
 
 
 def inputs(model: Model, setup: Setup) -> dict[str, Any]:
-    """What `device` asks for, without the stage's flags; a model without a shape or sequence has no activations."""
-    shape, flats = model.shape, [flat for unit in model.units for flat in unit.flats if flat.trains]
+    """What `device` asks for, without the stage's flags. A model without a shape or sequence has the activations that were traced."""
+    shape, flats = (
+        None if model.traces else model.shape,
+        [flat for unit in model.units for flat in unit.flats if flat.trains],
+    )
     sequence = setup.sequence or (shape.sequence if shape else None) or 0
+    plain, checkpointed = model.traces.get(False), model.traces.get(True)
+    config, backend = Config(bucket_bytes=setup.bucket_bytes), "gloo" if setup.exact else "nccl"
     typical = max(flats, key=lambda flat: sum(flat.numels)) if flats else model.units[0].flats[0]
     return {
         "numel": model.numel,
         "largest": max(unit.numel for unit in model.units),
         "root": sum(unit.numel for unit in model.units if unit.name == ROOT),
-        "layers": shape.layers if shape else 1,
+        "layers": shape.layers if shape else len(model.units),
         "hidden": shape.hidden if shape else 1,
         "heads": shape.heads if shape else 1,
         "vocabulary": shape.vocabulary if shape else 0,
@@ -60,11 +66,35 @@ def inputs(model: Model, setup: Setup) -> dict[str, Any]:
         "parameters_away": int(setup.offload_params != "device"),
         "together": int(setup.offload_params == setup.offload_optimizer),
         "activations_away": int(setup.offload_activations != "device"),
+        "plain_kept": plain.saved_bytes if plain else 0,
+        "plain_working": plain.peak_bytes - plain.saved_bytes if plain else 0,
+        "checkpointed_kept": checkpointed.saved_bytes if checkpointed else 0,
+        "checkpointed_working": checkpointed.peak_bytes - checkpointed.saved_bytes if checkpointed else 0,
         "pages": 1 + setup.prefetch,
         "unsharded_bytes": setup.unsharded_bytes,
         "exact": int(setup.exact),
         "buffers": model.buffer_bytes,
+        "gathers": _mean_gathers(model, setup),
+        "bucket": config.bucket_bytes_on(backend, 1),
+        "bucket_per_rank": PIECE_BYTES if setup.bucket_bytes is None else setup.bucket_bytes,
+        "copies_sums": int(setup.offload_optimizer == "disk" or not setup.exact),
     }
+
+
+def counted(model: Model, setup: Setup) -> list[str]:
+    """The kinds of checkpointing for which activations are known."""
+    if model.traces:
+        return [kind for kind in CHECKPOINTING if (kind == "full") in model.traces]
+    known = model.shape is not None and (setup.sequence or model.shape.sequence)
+    return list(CHECKPOINTING) if known else []
+
+
+def _mean_gathers(model: Model, setup: Setup) -> float:
+    """Of an element in stage 3, in a step."""
+    units = {unit.name: list(place(model, unit, setup, max(STAGES))) for unit in model.units}
+    gathers = gathers_of(units, setup)
+    numels = {name: sum(f.whole for f in units[name] if f.residency.shards_parameters) for name in gathers}
+    return sum(gathers[name] * numel for name, numel in numels.items()) / (sum(numels.values()) or 1)
 
 
 def html(plan: Plan, sections: Sequence[tuple[str, str]] = ()) -> str:
@@ -79,6 +109,7 @@ def html(plan: Plan, sections: Sequence[tuple[str, str]] = ()) -> str:
         "name": plan.model.name,
         "chosen": plan.chosen,
         "usable": plan.setup.usable_bytes,
+        "counted": counted(plan.model, plan.setup),
         "units": [unit.name for unit in plan.model.units],
         "reason": plan.reason,
         "assumptions": list(plan.assumptions),

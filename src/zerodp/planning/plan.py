@@ -85,7 +85,7 @@ class Plan:
         if self.timelines:
             lines.append(f"times are simulated, with {links.name} ({links.source})")
         elif links is not None:
-            lines.append("times are not simulated: no sequence is known, or states are offloaded")
+            lines.append("times are not simulated: no sequence is known, or states or activations are offloaded")
         if self.training_seconds(self.chosen) is not None:
             by = (
                 "simulated steps"
@@ -93,6 +93,8 @@ class Plan:
                 else f"{self.setup.device_flops:.3g} FLOPs per second and device, all of them used"
             )
             lines.append(f"training time is for {short(self.setup.tokens or 0)} tokens, by {by}")
+        elif self.setup.tokens is not None:
+            lines.append("no training time: it needs a sequence, and links that are simulated or device_flops")
         return lines
 
     def training_seconds(self, stage: int) -> float | None:
@@ -205,14 +207,14 @@ def plan(
         optimizer: "adam", "adamw", "nadam", "radam", "lion", "momentum", "rmsprop", "adagrad" or "sgd".
         precision: as in :func:`zerodp.shard`.
         stage: the stage asked for; None takes the recommended one.
-        units: as in :func:`zerodp.shard`, for a module; for a count or a shape "block", "branch" (attention and MLP apart) or
-            "linear".
+        units: as in :func:`zerodp.shard`, for a module (also one that is made of a config file); for a count or a shape "block",
+            "branch" (attention and MLP apart) or "linear".
         ignore: as in :func:`zerodp.shard`, for a module.
         inputs: what the module is called with, of one rank: a tuple (or one tensor), or a mapping of arguments by name. Their
             values do not matter, only those of whole numbers may be looked at; they may be on the meta device. A step with them
             is traced on a copy without memory, and gives activations and FLOPs. For a config file True makes the module (with
             `transformers`) and its inputs.
-        loss: a scalar from the module's output; None takes the output's `loss`, the output if it is a scalar, else its mean.
+        loss: with `inputs`, a scalar from the module's output; None takes the output's `loss`, the output if it is a scalar, else its mean.
         simulate: run the engine itself on the first and the last of `world_size` ranks that are only pretended, at the stage
             asked for or recommended; for a module with `inputs`, or a shape.
         options: further fields of `planning.setup.Setup`, such as `batch`, `sequence`, `tensor_parallel`, `checkpointing`.
@@ -233,6 +235,7 @@ def plan(
         stage = _number(Config(stage=stage).stage)
     given = model_or_parameter_count
     step = _step(given, setup, inputs, loss, units, ignore, simulate, options)
+    _check_of_module(given, inputs, loss, units, ignore)
     model = model_of(given if step is None or isinstance(given, Shape) else step.model, setup, units, ignore)
     check_tensor_parallel(model, setup)
     if step is not None and not isinstance(given, Shape):
@@ -255,11 +258,11 @@ def _step(
     """The step to run, where one was asked for."""
     precision = setup.precision
     if isinstance(given, Shape) and simulate and inputs is None:
-        return gpt_step(given, setup.batch, setup.sequence, units or "block", precision)
+        return gpt_step(given, setup.batch, setup.sequence, _cut(units), precision)
     if inputs is None and not simulate:
         return None
     if isinstance(given, str | os.PathLike) and inputs is True:
-        model, inputs, loss = step_of_config(given, setup.batch, setup.sequence)
+        model, inputs, _ = step_of_config(given, setup.batch, setup.sequence)
         return Step(model, inputs, loss, Config(precision=precision, units=units, ignore=ignore))
     if not isinstance(given, nn.Module) or inputs is None:
         raise ConfigError(
@@ -271,6 +274,22 @@ def _step(
     if said:
         raise ConfigError(f"{said[0]}: the inputs say that already; leave it out")
     return Step(given, inputs, loss, Config(precision=precision, units=units, ignore=ignore))
+
+
+def _check_of_module(given: Any, inputs: Any, loss: Any, units: Any, ignore: Any) -> None:
+    """What only a module or its step has is refused where there is none, so that nothing given does nothing."""
+    if loss is not None and inputs is None:
+        raise ConfigError("loss: a step's loss is computed from the module's output; give inputs= too, or leave it out")
+    if isinstance(given, nn.Module) or inputs is True:
+        return
+    if ignore:
+        raise ConfigError(
+            f"ignore: names parameters of a module, got {ignore!r} without one; pass the module, or a config file with inputs=True"
+        )
+    if units is not None and isinstance(given, str | os.PathLike):
+        raise ConfigError(
+            f"units: a config file is planned by its layers, got {units!r}; leave it out, or cut its module by inputs=True"
+        )
 
 
 def _traces(step: Step, setup: Setup) -> dict[bool, Trace]:
@@ -307,7 +326,7 @@ def model_of(given: Any, setup: Setup, units: Any = None, ignore: Any = ()) -> M
 
 
 def _cut(units: Any) -> str:
-    if units is not None and units not in CUTS:
+    if units is not None and not (isinstance(units, str) and units in CUTS):
         raise ConfigError(f"units: without a module expected one of {', '.join(CUTS)}, got {units!r}")
     return units or "block"
 

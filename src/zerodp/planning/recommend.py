@@ -141,7 +141,7 @@ def largest(good: Callable[[int], bool], limit: int) -> int:
 
 
 def most_that_fit(model: Model, setup: Setup, stage: int) -> dict[str, int]:
-    """The largest `parameters` (of a GPT like GPT-3, whatever the model), and `batch` and `sequence` of this model."""
+    """The largest `parameters` (of a GPT like GPT-3 with units cut as this model's, whatever the model), and `batch` and `sequence` of this model."""
     if setup.usable_bytes is None:
         return {}
 
@@ -150,7 +150,7 @@ def most_that_fit(model: Model, setup: Setup, stage: int) -> dict[str, int]:
 
     sequence = setup.sequence or (model.shape.sequence if model.shape else None)
     found = {
-        "parameters": 10**6 * largest(lambda n: holds(of_count(n * 10**6, setup.dtypes, sequence)), 10**9),
+        "parameters": 10**6 * largest(lambda n: holds(of_count(n * 10**6, setup.dtypes, sequence, model.cut)), 10**9),
     }
     if model.shape is not None and sequence is not None:
         found["batch"] = largest(lambda n: holds(model, batch=n), 10**6)
@@ -161,8 +161,13 @@ def most_that_fit(model: Model, setup: Setup, stage: int) -> dict[str, int]:
 # ---- stage="auto"
 
 
-def choose_stages(model: Model, setup: Setup) -> tuple[dict[str, int], str]:
+def choose_stages(
+    model: Model, setup: Setup, held: Callable[[Estimate], float] = lambda one: one.device_bytes
+) -> tuple[dict[str, int], str]:
     """A stage for each unit, and why: one for all where that fits, else the largest units stay gathered while there is room.
+
+    held: of an estimate, the bytes that must fit the device. Where parameters are offloaded, which only the last stage can, all
+    units take it.
 
     Raises:
         ConfigError: the states do not fit the memory even when all is sharded.
@@ -170,10 +175,11 @@ def choose_stages(model: Model, setup: Setup) -> tuple[dict[str, int], str]:
     assert setup.device_memory is not None
     budget = setup.device_memory * STATE_SHARE
     names = [unit.name for unit in model.units]
-    need = {stage: estimate(model, setup, stage).device_bytes for stage in STAGES}
+    need = {stage: held(estimate(model, setup, stage)) for stage in STAGES}
     told = f"of {amount(setup.device_memory)} free on the device, states and pages in use may take {amount(budget)}"
+    offloads = setup.offload_params != "device"
     whole = [stage for stage in STAGES if not STAGES[stage].shards_parameters]
-    for stage in whole:
+    for stage in [] if offloads else whole:
         if need[stage] <= budget:
             return dict.fromkeys(names, stage), f"stage {stage} needs {amount(need[stage])}; {told}"
     most, less = max(STAGES), max(whole)
@@ -183,10 +189,10 @@ def choose_stages(model: Model, setup: Setup) -> tuple[dict[str, int], str]:
             f"{amount(setup.device_memory)} are free; more ranks, a smaller model, or a stage of your own choice"
         )
     chosen, kept = dict.fromkeys(names, most), 0
-    for unit in sorted(model.units, key=lambda unit: -unit.numel):
+    for unit in [] if offloads else sorted(model.units, key=lambda unit: -unit.numel):
         tried = {**chosen, unit.name: less}
-        if estimate(model, setup, tried).device_bytes <= budget:
+        if held(estimate(model, setup, tried)) <= budget:
             chosen, kept = tried, kept + 1
-    nbytes = estimate(model, setup, chosen).device_bytes
+    nbytes = held(estimate(model, setup, chosen))
     which = f"stage {less} for {kept} of {len(names)} units, stage {most} for the rest" if kept else f"stage {most}"
     return chosen, f"{which} needs {amount(nbytes)}; {told}"

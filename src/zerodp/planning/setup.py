@@ -94,6 +94,7 @@ class Setup:
             number("tokens", self.tokens, above=0)
         if self.links is not None:
             object.__setattr__(self, "links", machine_of(self.links))
+            self._check_links()
         object.__setattr__(self, "precision", Config.of(None, {"precision": self.precision}).precision)
         for name, values in (
             ("checkpointing", CHECKPOINTING),
@@ -111,6 +112,13 @@ class Setup:
             raise ConfigError(f"optimizer: expected one of {', '.join(MOMENTS)}, got {self.optimizer!r}{hint}")
         self._check_mesh()
         _ = self.policy  # raises for an unknown convention
+
+    def _check_links(self) -> None:
+        if self.world_size > 1 and all(link.ranks == 1 for link in (*self.links.inside, *self.links.across)):
+            raise ConfigError(
+                f"links: {self.links.name!r} was measured by one rank, which sends nothing, and the plan is for {self.world_size} devices; run "
+                "`zerodp bench links` on two ranks or more"
+            )
 
     def _check_mesh(self) -> None:
         parts = self.replicate * self.tensor_parallel
@@ -146,6 +154,12 @@ class Setup:
     def shard_ranks(self) -> int:
         """Ranks that share one copy of the states."""
         return self.world_size // (self.replicate * self.tensor_parallel)
+
+    @property
+    def copies_sums(self) -> bool:
+        """Whether reduced gradients are summed in space of the device and copied to where they rest: host memory that is the CPU's own
+        needs no copy, as under gloo, where sums are exact."""
+        return self.offload_optimizer == "disk" or (self.offload_optimizer == "host" and not self.exact)
 
     @property
     def moments(self) -> int:

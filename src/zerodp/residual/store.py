@@ -130,6 +130,13 @@ class Store:
                 self.arena.give(slot)
             tier.free(ticket)
 
+    def close(self) -> None:
+        """Give back what nobody keeps any more; inputs still at rest cannot be brought back."""
+        self.settle()
+        for tier in self.tiers.values():
+            tier.close()
+        self.tiers.clear()
+
     def _movable(self, tensor: Any, over: Partition | None) -> bool:
         """Dense tensors of this device that live for this call only; parameters rest where they rest."""
         if type(tensor) is not Tensor and not _is_dtensor(tensor):

@@ -163,6 +163,8 @@ class DiskTier:
 
     def close(self) -> None:
         self._end()
+        for page in [page for page in self.busy if page.freed]:
+            self._finish(page)
         self.host.close()
 
     def ledgers(self) -> list[Ledger]:

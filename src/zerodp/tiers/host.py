@@ -92,6 +92,7 @@ class HostTier:
         if self.stream is not None:
             self.stream.synchronize()
         self.settle()
+        self.arena.settle()
         self.arena.drop_idle()
 
     def ledgers(self) -> list[Ledger]:

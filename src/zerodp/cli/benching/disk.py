@@ -11,9 +11,11 @@ from typing import Any
 
 from ...checks import bytes_of
 from ...config import PRECISIONS
+from ...core.stages import STAGES
 from ...errors import ConfigError, StorageError
-from ...planning.closed.states import MASTER_BYTES, MOMENT_BYTES, MOMENTS
+from ...planning.closed.states import MOMENTS
 from ...planning.estimate import amount
+from ...planning.models import unit_specs
 from ...tiers.disk import BUFFER_BYTES, IN_FLIGHT, REQUEST_BYTES
 from ...tiers.measure import BOTH, READ, WRITE, Rate, measure
 from ..parser import Parser, UsageError, one_of, positive, size, whole
@@ -62,6 +64,13 @@ def add_parser(group: argparse._SubParsersAction[Parser]) -> None:
         default="bf16",
         metavar="DTYPE",
         help="dtype of compute (default %(default)s)",
+    )
+    parser.add_argument(
+        "--stage",
+        type=one_of([str(stage) for stage in STAGES]),
+        default=str(max(STAGES)),
+        metavar="STAGE",
+        help="ZeRO stage: which of the states a rank has a part of (default %(default)s)",
     )
     parser.add_argument(
         "--ranks",
@@ -119,14 +128,18 @@ def report(folder: str, rates: Sequence[Rate]) -> dict[str, Any]:
 def step(arguments: argparse.Namespace, sharing: int, bandwidth: float) -> dict[str, Any]:
     """Bytes of one step, of all ranks that share the disk, and its seconds when the disk is what it waits for.
 
-    The optimizer's: the master and the moments, read and written once. The parameters': read by forward and backward, written by
-    the step.
+    The optimizer's: the master and the moments, and the gradients where the stage shards them, read and written once. The
+    parameters', where the stage shards them: read by forward and backward, written by the step.
     """
-    part = arguments.params * sharing / arguments.ranks
-    states = MASTER_BYTES + MOMENT_BYTES * MOMENTS[arguments.optimizer]
-    parameter = PRECISIONS[arguments.precision].param_dtype.itemsize
+    residency, precision = STAGES[int(arguments.stage)], PRECISIONS[arguments.precision]
+    (flat,) = unit_specs([("model", arguments.params)], precision)[0].flats
+    part = arguments.params * sharing / (arguments.ranks if residency.shards_optimizer else 1)
+    states = flat.rest * (1 + MOMENTS[arguments.optimizer]) + (flat.gradient if residency.shards_gradients else 0)
+    rows = [("optimizer", states, states)]
+    if residency.shards_parameters:
+        rows.append(("params", 2 * flat.compute, flat.compute))
     result = {}
-    for name, reads, writes in (("optimizer", states, states), ("params", 2 * parameter, parameter)):
+    for name, reads, writes in rows:
         result[name] = {
             "resting_bytes": round(part * writes),
             "read_bytes": round(part * reads),

@@ -75,7 +75,8 @@ def table(machine: Machine) -> str:
     """The figures in words, one line each."""
     lines = [machine.name]
     for where, links in (("", machine.inside), (" across nodes", machine.across)):
-        lines += [f"  {link.op.replace('_', '-') + where:28} {_link(link)}" for link in links if link.ranks > 1]
+        sender = "node" if where else "rank"
+        lines += [f"  {link.op.replace('_', '-') + where:28} {_link(link, sender)}" for link in links if link.ranks > 1]
     lines += [
         f"  {'small message':28} {machine.message_seconds * 1e6:8.0f} us",
         *(f"  {f'product of {work:.1e} FLOPs':28} {rate / 1e9:8.1f} GFLOP/s" for work, rate in machine.compute),
@@ -85,6 +86,7 @@ def table(machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def _link(link: Link) -> str:
-    sends = "node" if link.op.endswith("nodes") else "rank"
-    return f"{link.latency * 1e6:8.0f} us and {link.bandwidth / 1e9:6.2f} GB/s that a {sends} sends, {link.ranks} ranks"
+def _link(link: Link, sender: str) -> str:
+    return (
+        f"{link.latency * 1e6:8.0f} us and {link.bandwidth / 1e9:6.2f} GB/s that a {sender} sends, {link.ranks} ranks"
+    )

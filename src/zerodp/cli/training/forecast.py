@@ -58,6 +58,7 @@ def forecast(settings: Settings, corpus: Corpus, device: torch.device, rank: int
     with torch.device("meta"):
         model = GPT(*shape_for(settings.params), settings.context)
     options: dict[str, Any] = {"batch": settings.batch, "sequence": settings.context, "accumulate": settings.accumulate}
+    options["offload_optimizer"] = settings.places().optimizer
     exact = device.type == "cpu"
     found = plan(
         model, world_size=settings.ranks, optimizer="adamw", precision=settings.precision, stage=settings.stage, exact=exact, **options
@@ -78,13 +79,23 @@ def _twins_step(settings: Settings, corpus: Corpus, device: torch.device, rank: 
     return replay(twin.model, moments, machine)
 
 
-def compare(found: Plan, records: list[dict[str, Any]], memory: Memory, tokens: int) -> list[Line]:
-    """What was said and what came, on this rank: bytes by kind at their peak, bytes sent per step, the median step."""
+def compare(found: Plan, records: list[dict[str, Any]], memory: Memory, tokens: int, first: int = 0) -> list[Line]:
+    """What was said and what came, on this rank: bytes by kind at their peak, bytes sent per step, the median step.
+
+    first: steps that earlier parts of a resumed run made, perhaps otherwise; they are not compared.
+    """
     one = found.estimates[found.chosen]
+    records = [record for record in records if record["step"] > first]
     lines = [
         Line(kind, "B", one.kinds[kind], sum(memory.peak[part] for part in parts) if records else None)
         for kind, parts in MEASURED.items()
     ]
+    for place, predicted, peak in (
+        ("host", one.tiers["host"] + one.disk_buffer_bytes, memory.host_peak),
+        ("disk", one.tiers["disk"], memory.disk_peak),
+    ):
+        if predicted or peak:
+            lines.append(Line(f"on the {place}", "B", predicted, sum(peak.values()) if records else None))
     settled = records[FIRST:] or records
     sent = statistics.median(record["wire_bytes"] for record in settled) if settled else None
     seconds = statistics.median(tokens / record["tokens_per_second"] for record in settled) if settled else None

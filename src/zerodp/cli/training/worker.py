@@ -107,7 +107,7 @@ class _Run:
         sample = self._sample()
         if self.shows:
             tokens = self.settings.windows * self.settings.context
-            lines = forecast.compare(found, log.records, memory, tokens)
+            lines = forecast.compare(found, log.records, memory, tokens, first)
             pages = forecast.write(self.folder, found, lines, log.records)
             said = [forecast.text(lines)]
             print(report.write(self.folder, log.records, rows, self.settings, loss, sample, said, pages), flush=True)

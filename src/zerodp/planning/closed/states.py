@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from ...core.stages import Residency
 from ...errors import ConfigError
-from .symbols import Number, choose, differs, most
+from ...tiers.host import KEPT_BYTES
+from .symbols import Number, choose, differs, least, most
 
 MOMENTS = {
     "adam": 2,
@@ -153,6 +154,15 @@ def received(bucket_bytes: Number, ranks: Number, exact: Number, lands: Number =
     return choose(ranks - 1, bucket_bytes / ranks * parts, 0)
 
 
+def leaving(piece_bytes: Number, all_bytes: Number, exact: Number) -> Number:
+    """Space of the device for sums of reduced gradients that rest on another tier, of which `all_bytes` are all.
+
+    One piece at a time is summed. Its copy goes on beside the work, except on the CPU, where sums are exact; copies that lag are waited for.
+    """
+    lagging = choose(exact, 0, most(KEPT_BYTES, 2 * piece_bytes))
+    return least(piece_bytes + lagging, all_bytes)
+
+
 def in_use(
     residency: Residency,
     size: Sizes,
@@ -165,25 +175,30 @@ def in_use(
     accumulates: Number = False,
     opened: Number = 0,
     owned: Number = None,
+    optimizer_away: Number = False,
+    copied: Number = False,
+    leaving: Number = 0,
 ) -> dict[str, Number]:
     """Bytes at work during a pass: gathered pages, and gradient buckets with what they are received into and summed in.
 
     numel: elements of the largest unit; root: of the root unit, which may be in use besides; pages: units gathered at one
     time; ranks: of the shard group; opened: bytes of the root's bucket, which is open all the while; owned: elements of its
     parameters that this rank steps on, None for an equal part; exact: sums of received parts in rank order. One unit's gradients
-    are on their way while the next one's bucket fills; beside pages they have arrived before that one is sent.
+    are on their way while the next one's bucket fills; beside pages they have arrived before that one is sent. optimizer_away: it
+    steps elsewhere; copied: what is summed is copied to another tier; leaving: bytes of space for it.
     """
     bucket, low = numel * size.compute, differs(size.compute, size.rest)
     lands = choose(residency.shards_gradients, choose(differs(size.gradient, size.compute), 0, 1), 0)
-    lands = choose(accumulates, 0, choose(replicas - 1, 0, lands))
+    lands = choose(accumulates, 0, choose(replicas - 1, 0, choose(copied, 0, lands)))
     ways = choose(residency.shards_parameters, 1, 2) * received(bucket, ranks, exact, lands) + received(
         bucket / ranks, replicas, exact
     )
     sums = choose(low, numel * ACCUMULATED_BYTES / choose(ranks - 1, ranks, replicas), 0)
-    reducing = choose(residency.shards_gradients, 2 * bucket, 0) + ways + sums + opened
+    reducing = choose(residency.shards_gradients, 2 * bucket + choose(copied, leaving, 0), 0) + ways + sums + opened
     # The optimizer steps on gradients in the master's dtype: others are cast for one unit at a time.
     stored = choose(residency.shards_gradients, size.gradient, choose(accumulates, ACCUMULATED_BYTES, size.compute))
     stepping = choose(differs(stored, size.rest), (numel / ranks if owned is None else owned) * size.rest, 0)
+    stepping = choose(optimizer_away, 0, stepping)
     return {
         "unsharded": choose(residency.shards_parameters, pages * bucket + root * size.compute, 0),
         "buckets": most(reducing, stepping),

@@ -19,15 +19,21 @@ def paper_elements(numel: Number, residency: Residency) -> Number:
 
 
 def sent_elements(
-    whole: Number, shard_ranks: Number, replicas: Number, residency: Residency, backwards: Number = 1
+    whole: Number,
+    shard_ranks: Number,
+    replicas: Number,
+    residency: Residency,
+    backwards: Number = 1,
+    gathers: Number = None,
 ) -> dict[str, Number]:
     """Elements that one rank sends per step of one flat of `whole` elements, padding included, by operation.
 
     shard_ranks: ranks of the shard group, 1 where the optimizer is not sharded; replicas: copies of that group;
-    backwards: reduced backward passes per step. Stage 3 gathers for each forward and each backward.
+    backwards: reduced backward passes per step. Stage 3 gathers for each forward and each backward, or `gathers` times where pages
+    are kept between uses.
     """
     other = (shard_ranks - 1) / shard_ranks
-    gathers = choose(residency.shards_parameters, 2 * backwards, 1)
+    gathers = choose(residency.shards_parameters, 2 * backwards if gathers is None else gathers, 1)
     return {
         "all_gather": whole * other * gathers,
         "reduce_scatter": whole * other * backwards,
@@ -35,9 +41,11 @@ def sent_elements(
     }
 
 
-def launches(pieces: int, sharded: bool, replicated: bool, residency: Residency, backwards: int = 1) -> int:
+def launches(
+    pieces: int, sharded: bool, replicated: bool, residency: Residency, backwards: int = 1, gathers: int | None = None
+) -> int:
     """Collectives of one flat per step, which travels in `pieces`; a group of one rank launches nothing."""
-    gathers = 2 * backwards if residency.shards_parameters else 1
+    gathers = (2 * backwards if gathers is None else gathers) if residency.shards_parameters else 1
     return pieces * (sharded * (gathers + backwards) + replicated * backwards)
 
 

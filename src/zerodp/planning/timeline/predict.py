@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from ...core.wrap import ROOT
 from ..closed import activations
-from ..estimate import Placed, Stage, element_bytes, place
+from ..estimate import Placed, Stage, element_bytes, part, place
 from ..models import Model, UnitSpec
 from ..setup import Setup
 from .machine import Machine, Transfer, together
 from .program import Wires, program
-from .rehearsal import Moment, Part, rehearse
+from .rehearsal import Moment, rehearse
 from .simulate import Timeline, timeline
 
 # Of a block: its four linear layers, and the two products of attention. Half of its gradients are those of the two layers behind
@@ -31,12 +31,12 @@ class UnitSeconds:
 
 
 def predict(model: Model, setup: Setup, stage: Stage, machine: Machine) -> Timeline | None:
-    """One step in the steady state; None where the tokens of a sample are not known, or states are offloaded."""
+    """One step in the steady state; None where the tokens of a sample are not known, or states or activations are offloaded."""
     tokens = tokens_per_backward(model, setup)
-    if tokens is None or (setup.offload_optimizer, setup.offload_params) != ("device", "device"):
+    if tokens is None or {setup.offload_optimizer, setup.offload_params, setup.offload_activations} != {"device"}:
         return None
     placed = {unit.name: list(place(model, unit, setup, stage)) for unit in model.units}
-    parts = [part(unit, placed[unit.name]) for unit in model.units]
+    parts = [part(*one) for one in placed.items()]
     work = {unit.name: unit_seconds(model, unit, setup, machine) for unit in model.units}
     moments = rehearse(parts, setup.prefetch, setup.unsharded_bytes, setup.accumulate)
     timed = [one._replace(seconds=_seconds(one, work, placed, machine, setup)) for one in moments]
@@ -50,23 +50,13 @@ def tokens_per_backward(model: Model, setup: Setup) -> int | None:
     return None if sequence is None else setup.batch * sequence
 
 
-def part(unit: UnitSpec, flats: list[Placed]) -> Part:
-    return Part(
-        unit.name,
-        round(sum(f.whole * f.spec.compute for f in flats if f.residency.shards_parameters)),
-        pages=any(f.residency.shards_parameters for f in flats),
-        renewed=any(f.ranks > 1 and not f.residency.shards_parameters for f in flats),
-        trains=any(f.spec.trains for f in flats),
-    )
-
-
 # ---- the training thread
 
 
 def unit_seconds(model: Model, unit: UnitSpec, setup: Setup, machine: Machine) -> UnitSeconds:
     """FLOPs of the matrices and of attention at the rate of operations of their size, and the activations through memory."""
     tokens, shape, split = tokens_per_backward(model, setup) or 0, model.shape, setup.tensor_parallel
-    flops = 2 * unit.numel / split * tokens
+    flops = 2 * unit.active / split * tokens
     if shape is None:
         seconds = machine.compute_seconds(flops, flops / OPERATIONS)
         return UnitSeconds(seconds, 2 * seconds, _again(setup, seconds))

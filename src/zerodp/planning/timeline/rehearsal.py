@@ -154,6 +154,7 @@ class Rehearsal:
         if "backward" not in self.orders:
             first = backward_order(uses, uses, pages, trains, self.root.index if self.root is not None else -1)
             self.orders["backward"] = Order(first, self.pager.prefetch)
+        self.reducer.drain()
         current = Pass("backward", ("backward",), self.orders["backward"], awaited=set(trains))
         self.passes.append(current)
         for unit in self.units:
