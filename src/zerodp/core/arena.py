@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..pinned import pinned
 from ..regions import ALIGN, Lasting, Region, Space
 
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
@@ -98,13 +99,15 @@ class Arena:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Fresh memory that no ledger knows of."""
         with torch.inference_mode(False):  # or training could not use it later
-            return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pin)
+            return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _block(self, nbytes: int, dtype: torch.dtype) -> Tensor:
         """Fresh memory for slots. What torch gives begins where its own kernels want it, which may be less than was asked for."""
+        if self.pin:
+            return pinned(nbytes)
         if self.align <= ALIGN:
             return self.empty(nbytes, dtype)
-        room = self.empty(nbytes + (0 if self.pin else self.align), dtype)  # pinned memory begins on a page
+        room = self.empty(nbytes + self.align, dtype)
         start = -room.data_ptr() % self.align
         return room[start : start + nbytes]
 
