@@ -111,7 +111,7 @@ def simulate(step: Step, setup: Setup, stage: int, rank: int = 0) -> Simulation:
     plans = wrap.plan_units(twin, config)
     recorder = Recorder(modules_of(plans, twin), [])
     arena = FakeArena(mode, recorder.sample)
-    recorder.outside = lambda: arena.total
+    recorder.outside = lambda: arena.total + arena.reserved - arena.lent  # idle memory too is held
     comm = Comm(fake_mesh(setup.world_size, rank, setup.replicate), exact=setup.exact, check=False)
     comm.pairwise = setup.exact  # as on gloo, where sums are exact by default
     sharded, optimizer = assemble(twin, plain, config, plans, FakeValues(twin, mode), comm, arena)
