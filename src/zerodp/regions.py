@@ -81,9 +81,9 @@ class Region:
         top = top or size * LARGE >= self.reserved
         if not self.lent and self.begins != (size, top):
             self._begin(size, top)
-        same = self.idle.get((size, top))
+        same = self.idle.get((size, top)) or self.idle.get((size, not top))
         space = same.pop() if same else self._cut(self._room(size, top), size, top)
-        space.idle = False
+        space.idle, space.top = False, top
         self.lent += size
         self.peak = max(self.peak, self.lent)
         return space

@@ -68,6 +68,36 @@ def test_gradients_take_the_same_memory_in_every_step() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True)), "a gradient that the user keeps"
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_units_of_one_size_need_no_cutting(precision: Any) -> None:
+    """Pages and buckets take each other's spaces as they are, so that the views of them can be kept."""
+
+    def cuts(depth: int) -> int:
+        model, _ = zerodp.shard(Wide(16, depth), stage=3, units=[Block], precision=precision)
+        counted = 0
+
+        def counting(region: Any) -> None:
+            cut = region._cut
+
+            def count(*args: Any) -> Any:
+                nonlocal counted
+                counted += 1
+                return cut(*args)
+
+            region._cut = count
+
+        for step in range(8):
+            if step == 7:  # by now one block serves all
+                for region in model._zerodp.arena.both:
+                    counting(region)
+            squares(model, torch.ones(4, 3)).backward()
+            model.zero_grad()
+        return counted
+
+    assert cuts(12) == cuts(6)
+
+
 def step_of(model: nn.Module) -> list[Any]:
     squares(model, torch.randn(4, 3)).backward()
     return list(zerodp.local_shards(model, "gradients"))
