@@ -135,6 +135,11 @@ class Places:
         optimizer._zerodp.runtime.control.share(problem)
         return flats
 
+    def arrive(self) -> None:
+        """Wait until no thread reads a master any more."""
+        if self.tiers:
+            self.threads.submit(bool).result()  # they are copied one after the other
+
     def close(self) -> None:
         """Give back all that rests elsewhere: the homes have let go of it."""
         self.delay.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,23 @@ class Copied(Source):
             out.copy_(master)  # whose memory is lent for now only
 
 
+class Arriving:
+    """The transfer of a copy that a thread makes: whoever uses the values waits for it, and so does what is launched with them."""
+
+    def __init__(self, source: Copied) -> None:
+        self.source = source
+
+    def wait(self) -> None:
+        self.source.arrive()
+
+    def launched(self) -> Transfer:
+        return self
+
+    def behind(self) -> contextlib.AbstractContextManager[Any]:
+        self.source.arrive()
+        return contextlib.nullcontext()
+
+
 class Beside(Copied):
     """On the device: the rank's own part of the whole parameters, where those stay here."""
 
@@ -98,6 +116,8 @@ class Beside(Copied):
         del self.values
 
     def fetch(self, out: Tensor) -> Transfer:
+        if self.copying is not None and same_memory(out, self.values):
+            return Arriving(self)
         self.arrive()
         if not same_memory(out, self.values):
             out.copy_(self.values)
