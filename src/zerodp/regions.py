@@ -211,6 +211,23 @@ class Region:
                 yield run
 
 
+class Passing(Region):
+    """Of a device whose memory others need as well, at other times: what is given back is gone."""
+
+    def take(self, nbytes: int, top: bool) -> Space:
+        size = max(-(-nbytes // self.align), 1) * self.align
+        space = self._allocate(size)
+        self.idle[size, space.top].remove(space)
+        space.idle = False
+        self.lent += size
+        self.peak = max(self.peak, self.lent)
+        return space
+
+    def give(self, space: Space) -> None:
+        super().give(space)
+        self._drop(space.size)
+
+
 def _bytes(run: list[Space]) -> int:
     return sum(space.size for space in run)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,13 +56,31 @@ class Source:
         """Nothing is kept any more."""
 
 
+class Copies:
+    """Casts of masters into what forward computes with, one after the other in a thread that begins with the first."""
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "zerodp-copy")
+        self.last: Future[Any] | None = None
+
+    def start(self, out: Tensor, master: Tensor) -> Future[Any]:
+        self.last = self.thread.submit(out.copy_, master)
+        return self.last
+
+    def end(self) -> None:
+        """Wait until no master is read any more; what failed is raised where the values are wanted."""
+        if self.last is not None:
+            wait([self.last])
+            self.last = None
+
+
 class Copied(Source):
     """A copy of its own. Where master and copy are both in host memory, one piece is copied while the next is updated."""
 
     is_master = False
 
-    def __init__(self, host: HostTier, link: Link, threads: Executor) -> None:
-        self.host, self.link, self.threads = host, link, threads
+    def __init__(self, host: HostTier, link: Link, copies: Copies) -> None:
+        self.host, self.link, self.copies = host, link, copies
         self.copying: Future[Any] | None = None
 
     def arrive(self) -> None:
@@ -75,7 +93,7 @@ class Copied(Source):
         self.arrive()
         master = self.home.flat.master[self.home.piece]
         if self.home.live:
-            self.copying = self.threads.submit(out.copy_, master)
+            self.copying = self.copies.start(out, master)
         else:
             out.copy_(master)  # whose memory is lent for now only
 
@@ -142,8 +160,8 @@ class Kept(Copied):
 
     is_page = False
 
-    def __init__(self, place: str, tier: Tier, host: HostTier, link: Link, threads: Executor) -> None:
-        super().__init__(host, link, threads)
+    def __init__(self, place: str, tier: Tier, host: HostTier, link: Link, copies: Copies) -> None:
+        super().__init__(host, link, copies)
         self.place, self.tier, self.live = place, tier, place == "host"
         self.ticket: Any = None
 
