@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.parameter import trapped
 from ..tiers import ARRIVED, Tier, Transfer
-from .away import AwayTensor, away, hole, is_away, trapped
+from .away import Away, away, hole, is_away
 from .home import GRADIENT, LEDGER, MASTER, STATES, Home, is_elementwise, moment_kind, multiply, spans_of
 from .source import Source
 
@@ -113,9 +114,9 @@ class Elsewhere(Home):
 
     def _trap(self, segment: Any) -> None:
         if MASTER not in self.shown:
-            segment.__class__ = trapped(segment.plain_class)
+            segment.__class__ = trapped(segment.plain_class, Away)
 
-    def _hidden(self, name: str) -> AwayTensor:
+    def _hidden(self, name: str) -> Tensor:
         dtype = self.flat.shard_dtype if name == MASTER else self.flat.grad_dtype
         return away(f"this rank's {name} of unit {self.name!r}", self.numel, dtype)
 
