@@ -1,7 +1,8 @@
-"""What every benchmark shares: facts about the machine, a table on the screen, a dated file of results."""
+"""What every benchmark shares: options, facts about the machine, a table on the screen, a dated file of results, a block of a page."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import importlib.util
@@ -16,6 +17,17 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).with_name("results")
+
+
+def parser_of(script: str, text: str | None, page: str | None = None, **sizes: int) -> argparse.ArgumentParser:
+    """With --out, and --page where a block of a page is filled, which `page` names; `sizes` of a model are options with these defaults."""
+    parser = argparse.ArgumentParser(prog=f"bench/{script}", description=(text or "").splitlines()[0])
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"of the model (default: {default})")
+    if page:
+        parser.add_argument("--page", type=Path, help=f"a page to fill too: its block {page}")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    return parser
 
 
 def facts() -> dict[str, object]:
@@ -88,8 +100,10 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def fill(page: Path, block: str, text: str) -> None:
-    """Replaces what stands between the markers of `block` in a page."""
+def fill(page: Path | None, block: str, text: str) -> None:
+    """Replaces what stands between the markers of `block` in a page, if there is one."""
+    if page is None:
+        return
     begin, end = f"<!-- begin: {block} -->\n", f"<!-- end: {block} -->"
     before, rest = page.read_text().split(begin)
     _, after = rest.split(end)

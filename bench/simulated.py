@@ -69,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     text = "\n\n".join([growing(), slowing(), prefetching(), trillion()])
     print(text)
-    if args.page:
-        report.fill(args.page, "simulated", text)
+    report.fill(args.page, "simulated", text)
     return 0
 
 
