@@ -266,6 +266,8 @@ def test_settings_that_cannot_work() -> None:
         ),
         ({"fraction": 0.0}, "fraction: expected a number above 0"),
         ({"fraction": 1.5}, "a share is at most 1.0"),
+        ({"fraction": 0.5, "params": "host"}, "fraction: the share of the optimizer states that leaves the device; say"),
+        ({"host_bytes": "4GB", "path": "/tmp"}, "host_bytes: nothing leaves the device; say what does by optimizer="),
         ({"optimizer": "host", "delayed_update": 0}, "delayed_update: expected a whole number of at least 1"),
         ({"optimizer": "disk", "delayed_update": True}, "the update runs beside the next pass where"),
         ({"optimizer": "host", "host_bytes": "1 parsec"}, "host_bytes: expected a number of bytes"),
