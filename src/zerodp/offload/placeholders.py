@@ -14,7 +14,7 @@ from ..core.parameter import SAFE, Trap, placeholder, trapped
 from ..errors import ShardedError
 
 
-class Away(Trap):
+class DiskPlaceholder(Trap):
     """Mixin of tensors that rest on disk. what: a tensor's name in errors."""
 
     _safe = SAFE | {Tensor.grad.__get__, Tensor.grad.__set__}  # type: ignore[union-attr]
@@ -27,9 +27,9 @@ class Away(Trap):
         )
 
 
-def away(what: str, numel: int, dtype: torch.dtype) -> Tensor:
+def disk_placeholder(what: str, numel: int, dtype: torch.dtype) -> Tensor:
     """[numel] of `dtype` without memory; `what` is its name in errors."""
-    made: Any = Tensor._make_subclass(trapped(Tensor, Away), hole(numel, dtype))
+    made: Any = Tensor._make_subclass(trapped(Tensor, DiskPlaceholder), hole(numel, dtype))
     made.what = what
     return made  # type: ignore[no-any-return]
 
@@ -39,5 +39,5 @@ def hole(numel: int, dtype: torch.dtype) -> Tensor:
     return placeholder(torch.empty(1, dtype=dtype, device="cpu")).expand(numel)
 
 
-def is_away(value: Any) -> bool:
-    return isinstance(value, Away)
+def is_placeholder(value: Any) -> bool:
+    return isinstance(value, DiskPlaceholder)
