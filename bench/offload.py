@@ -245,7 +245,8 @@ def show(content: dict[str, Any]) -> list[list[str]]:
 
 def main() -> None:
     parser = report.parser_of("offload.py", __doc__, "'offload'", dim=1024, layers=32)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    told = f"of {', '.join(PARTS)} (default: all)"
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=told)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement of the disk alone")
     parser.add_argument("--folder", default=tempfile.gettempdir())

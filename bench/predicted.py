@@ -27,11 +27,6 @@ def train(stage: int, options: Sequence[str], folder: Path) -> dict[str, Any]:
     return found
 
 
-def newest(folder: Path = report.RESULTS) -> dict[str, Any] | None:
-    files = sorted(folder.glob(f"*-{NAME}.json"))
-    return json.loads(files[-1].read_text()) if files else None
-
-
 def table(content: dict[str, Any]) -> str:
     """Predicted and measured side by side, one line per stage."""
     from zerodp.planning.estimate import amount

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -92,6 +93,12 @@ def save(name: str, content: dict[str, object], folder: Path = RESULTS) -> Path:
     path.write_text(json.dumps({**facts(), **content}, indent=1) + "\n")
     print(f"written: {os.path.relpath(path)}")
     return path
+
+
+def newest(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """What `save` wrote last under this name."""
+    files = sorted(folder.glob(f"*-{name}.json"))
+    return json.loads(files[-1].read_text()) if files else None
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
