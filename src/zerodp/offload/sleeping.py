@@ -6,6 +6,7 @@ Knows tensors; it does not know where the values are.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Asleep(Trap):
 
 
 @functools.cache
-def _trap(message: str) -> type[Asleep]:
+def _trap(message: str) -> Any:
     return type("Asleep", (Asleep,), {"message": message})
 
 
