@@ -156,7 +156,8 @@ def markdown(found: dict[str, dict[str, Any]], work: Workload) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = report.parser_of("breakdown.py", __doc__, "'breakdown' (default: docs/profile.md's)", dim=768, layers=12)
+    page = "'breakdown' (default: docs/profile.md's)"
+    parser = report.parser_of("breakdown.py", __doc__, page, saves=False, dim=768, layers=12)
     parser.add_argument("--methods", default="zerodp3,zerodp2,fsdp2,local", help="methods of bench/run.py")
     parser.add_argument("--steps", type=int, default=6, help="steps that count (default: 6)")
     parser.add_argument("--operators", action="store_true", help="the costliest operators of each method as well")

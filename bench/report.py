@@ -20,14 +20,18 @@ import torch
 RESULTS = Path(__file__).with_name("results")
 
 
-def parser_of(script: str, text: str | None, page: str | None = None, **sizes: int) -> argparse.ArgumentParser:
-    """With --out, and --page where a block of a page is filled, which `page` names; `sizes` of a model are options with these defaults."""
+def parser_of(
+    script: str, text: str | None, page: str | None = None, saves: bool = True, **sizes: int
+) -> argparse.ArgumentParser:
+    """With --out where results are saved, and --page where a block of a page is filled, which `page` names; `sizes` of a model are
+    options with these defaults."""
     parser = argparse.ArgumentParser(prog=f"bench/{script}", description=(text or "").splitlines()[0])
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of the model (default: {default})")
     if page:
         parser.add_argument("--page", type=Path, help=f"a page to fill too: its block {page}")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    if saves:
+        parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     return parser
 
 

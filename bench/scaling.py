@@ -82,14 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = f"Measured {kind} scaling, {work.numel / 1e6:.1f}M parameters, fp32, {args.batch} samples {'in all' if args.strong else 'per rank'}"
     report.table(f"{title}; in brackets the part of perfect scaling", columns, rows)
     labels = ["devices", *(f"stage {stage}" for stage in STAGES)]
-    report.table("Simulated weak scaling, 8B on assumed DGX-2 nodes", labels, simulated())
-    content = {"workload": vars(work), "scaling": kind, "samples_per_second": found, "simulated": simulated()}
+    far = simulated()
+    report.table("Simulated weak scaling, 8B on assumed DGX-2 nodes", labels, far)
+    content = {"workload": vars(work), "scaling": kind, "samples_per_second": found, "simulated": far}
     report.save(f"scaling-{kind}", content, args.out)
     text = [
         f"{title}, one thread per rank, {os.cpu_count()} cores; in brackets the part of perfect scaling.",
         report.markdown(columns[:-1], [row[:-1] for row in rows]),
         "Simulated, 8B parameters, 8 samples on each device of assumed DGX-2 nodes: the part of one device's speed that each keeps.",
-        report.markdown(labels, simulated()),
+        report.markdown(labels, far),
     ]
     report.fill(args.page, "scaling", "\n\n".join(text))
     return 0
