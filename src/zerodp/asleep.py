@@ -19,11 +19,11 @@ from .core.access import runtime_of
 from .core.arena import Slot
 from .core.control import Kind
 from .core.local import local_of
-from .core.parameter import SAFE
 from .core.runtime import Runtime
 from .core.unit import Flat
 from .errors import ConfigError, ShardedError, StorageError
 from .offload.home import Home, is_elementwise, moment_kind
+from .offload.sleeping import trapped
 from .residual.store import store_of
 from .tiers import Tier
 from .tiers.disk import DiskTier
@@ -315,38 +315,3 @@ class Asleep:
         for tensor in {id(one): one for one in found}.values():
             if local_of(tensor).untyped_storage()._cdata in emptied:
                 yield tensor
-
-
-class Trap:
-    """Mixin of tensors whose storage is empty: their shape and dtype can be asked, any other use is an error."""
-
-    message: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in SAFE:
-            raise ShardedError(cls.message)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @property
-    def data(self) -> Tensor:
-        raise ShardedError(self.message)
-
-    @property
-    def grad(self) -> Tensor:
-        raise ShardedError(self.message)
-
-
-_traps: dict[tuple[type, str], type] = {}
-
-
-def trapped(cls: type, message: str) -> type:
-    """The class of `cls` objects while their values are away, made once."""
-    if (cls, message) not in _traps:
-        _traps[cls, message] = type("Asleep" + cls.__name__, (Trap, cls), {"message": message})
-    return _traps[cls, message]
-
-
-def is_asleep(value: Any) -> bool:
-    return isinstance(value, Trap)
