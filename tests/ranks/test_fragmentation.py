@@ -54,6 +54,9 @@ def test_nothing_is_allocated_after_the_longest(partition: Any, offload: Any) ->
 @on_ranks(2)
 def test_gradients_take_the_same_memory_in_every_step() -> None:
     model, _ = zerodp.shard(Wide(16, 2), stage=3, units=[Block])
+    zerodp.apply_activation_checkpointing(model, units=[Block], partition=over(WORLD))
+    squares(model, torch.ones(4, 3)).backward()
+    model.zero_grad()
     places = []
     for _ in range(3):
         squares(model, torch.ones(4, 3)).backward()
@@ -66,6 +69,22 @@ def test_gradients_take_the_same_memory_in_every_step() -> None:
     model.zero_grad()
     step_of(model)
     assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True)), "a gradient that the user keeps"
+
+
+@on_ranks(2)
+def test_gradients_leave_their_memory_to_the_activations_of_torch() -> None:
+    """Where no checkpoints are kept in the arena, what gradients took is gone with zero_grad; the other regions stay as they are."""
+    model, _ = zerodp.shard(Wide(16, 2), stage=3, units=[Block])
+    arena, seen = model._zerodp.arena, []
+    for _ in range(6):
+        squares(model, torch.ones(4, 3)).backward()
+        zerodp.full_grads(model)
+        full = arena.reserved
+        model.zero_grad()
+        seen.append((full, arena.reserved))
+    full, without = seen[-1]
+    assert seen[-2] == seen[-1]
+    assert full - without >= arena.peak["gradients"] > 0
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from ..regions import ALIGN, Lasting, Passing, Region, Space
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 KINDS = (*STATES, "unsharded", "buckets", "activations")
 LONG = ("activations", "gradients")  # kinds whose slots outlive many others
-TOP = ("buckets", "gradients")  # of the two kinds that share a region, the one that fills it from above
+TOP = ("gradients",)  # of the kinds that share a region, the one that fills it from above
 FEW_RANKS = 64
 # What sees slots for as long as it copies them elsewhere. Asked to `settle`, it lets go of those that have been copied.
 KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
