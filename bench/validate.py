@@ -127,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"the largest difference is {worst:.0%}; the aim is at most {LIMIT:.0%}")
     content = {"workload": vars(work), "ranks": args.ranks, "wires": WIRES, "found": found, "worst": worst}
     report.save(f"simulated-{args.ranks}-ranks", content, args.out)
-    text = f"{title}; {args.rounds} rounds.\n\n{report.markdown(columns, rows)}\n\nThe largest difference is {worst:.0%}."
+    text = (
+        f"{title}; {args.rounds} rounds.\n\n{report.markdown(columns, rows)}\n\nThe largest difference is {worst:.0%}."
+    )
     report.fill(args.page, f"validation {args.ranks} ranks", text)
     return 0
 

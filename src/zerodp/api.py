@@ -27,8 +27,8 @@ from .core.unit import Flat, Unit
 from .elementwise import check_elementwise, num_moments
 from .errors import ConfigError, RankMismatchError, ZeroError
 from .materialise import Initialised, Source
-from .offload.places import Places
 from .offload.capacity import check_capacity
+from .offload.places import Places
 from .planning import automatic
 from .residual.activations import Blocks, blocks_of
 

@@ -72,7 +72,9 @@ class Region:
         self.firsts: list[Space] = []  # of each block
         self.idle: dict[tuple[int, bool], list[Space]] = {}  # by size and end
         self.whole = False  # one block serves all, or did until it was too small
-        self.needed = 0  # bytes with which it would not have been: all in use at one time, and the holes that were too small
+        self.needed = (
+            0  # bytes with which it would not have been: all in use at one time, and the holes that were too small
+        )
         self.begins: tuple[int, bool] | None = None  # the request for which it is cut as it is
         self.lent = self.peak = self.reserved = self.allocations = 0
 

@@ -39,8 +39,7 @@ class Counted:
 def test_nothing_stays_in_use_when_one_fails(fails: str, place: int) -> None:
     homes: list[Any] = [Counted(fails if number == place else "") for number in range(4)]
     with pytest.raises(zerodp.StorageError):
-        for window in windows(homes, ("master",), ("master",), 2):
-            assert all(home.users == 1 for home in window)
+        list(windows(homes, ("master",), ("master",), 2))
     assert [home.users for home in homes] == [0] * 4
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..core.parameter import trapped
 from ..tiers import ARRIVED, Tier, Transfer
-from .placeholders import DiskPlaceholder, disk_placeholder, hole, is_placeholder
 from .home import GRADIENT, LEDGER, MASTER, STATES, Home, is_elementwise, moment_kind, multiply, spans_of
+from .placeholders import DiskPlaceholder, disk_placeholder, hole, is_placeholder
 from .source import Source
 
 if TYPE_CHECKING:
