@@ -91,11 +91,14 @@ def _adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, **ADAM)
 
 
-def _zerodp(model: GPT, work: Workload, stage: int) -> Trainer:
+def _zerodp(model: GPT, work: Workload, stage: int, kept: float = 0.0) -> Trainer:
+    """kept: the part of the parameters that stays gathered from forward to backward."""
     import zerodp
 
-    precision: dict[str, Any] = {"precision": work.dtype} if work.low else {}
-    return Trainer(*zerodp.shard(model, _adam(model.parameters()), stage=stage, **precision), work)
+    options: dict[str, Any] = {"precision": work.dtype} if work.low else {}
+    if kept:
+        options["unsharded_bytes"] = int(kept * work.numel * (work.low or torch.float32).itemsize)
+    return Trainer(*zerodp.shard(model, _adam(model.parameters()), stage=stage, **options), work)
 
 
 def _ddp(model: GPT, work: Workload) -> Trainer:
@@ -170,6 +173,7 @@ class _PartTrainer(Trainer):
 
 METHODS: dict[str, Method] = {
     **{f"zerodp{s}": Method(f"zerodp stage {s}", partial(_zerodp, stage=s), "zerodp") for s in range(4)},
+    "zerodp3-keep": Method("zerodp stage 3, a quarter kept", partial(_zerodp, stage=3, kept=0.25), "zerodp"),
     "ddp": Method("DDP", _ddp),
     "zro": Method("ZeroRedundancyOptimizer", _zero_redundancy),
     "fsdp2": Method("FSDP2", partial(_fsdp2, reshard=True)),

@@ -29,6 +29,7 @@ MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}  # e
 TARGETS: dict[tuple[str, str], tuple[float | None, float | None]] = {
     ("zerodp3", "fsdp2"): (0.72, 0.47),
     ("zerodp3", "fsdp2-keep"): (None, None),
+    ("zerodp3-keep", "fsdp2"): (None, None),
     ("zerodp3", "deepspeed3"): (1.0, 0.45),
     ("zerodp2", "fsdp2"): (0.65, 0.54),
     ("zerodp2", "fsdp2-keep"): (None, None),

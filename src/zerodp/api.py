@@ -75,7 +75,7 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     device = _device(settings, mesh.device_type, model)
     if settings.stage == AUTO:
         plans = automatic.choose(model, optimizer, plans, settings, device, comm)
-    return assemble(model, optimizer, settings, plans, source, comm, Arena(device), blocks)
+    return assemble(model, optimizer, settings, plans, source, comm, Arena(device, beside_activations=True), blocks)
 
 
 def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:

@@ -84,9 +84,9 @@ class Region:
         top = top or size * LARGE >= self.reserved
         if not self.lent and self.begins != (size, top):
             self._begin(size, top)
-        same = self.idle.get((size, top))
+        same = self.idle.get((size, top)) or self.idle.get((size, not top))
         space = same.pop() if same else self._cut(self._room(size, top), size, top)
-        space.idle = False
+        space.idle, space.top = False, top
         self.lent += size
         self.peak = max(self.peak, self.lent)
         return space
@@ -213,6 +213,23 @@ class Region:
                 space = space.after
             if run:
                 yield run
+
+
+class Passing(Region):
+    """Of a device whose memory others need as well, at other times: what is given back is gone."""
+
+    def take(self, nbytes: int, top: bool) -> Space:
+        size = max(-(-nbytes // self.align), 1) * self.align
+        space = self._allocate(size)
+        self.idle[size, space.top].remove(space)
+        space.idle = False
+        self.lent += size
+        self.peak = max(self.peak, self.lent)
+        return space
+
+    def give(self, space: Space) -> None:
+        super().give(space)
+        self._drop(space.size)
 
 
 def _bytes(run: list[Space]) -> int:

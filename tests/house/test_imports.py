@@ -20,7 +20,7 @@ LAYERS = [
     ("errors", "version", "core", "core.layout", "core.stages", "core.bits"),
     ("checks",),
     ("config",),
-    ("core.mesh", "core.comm", "core.watch", "core.arena", "pinned", "regions", "tiers", "tiers.*"),
+    ("core.mesh", "core.comm", "core.watch", "core.arena", "host_memory", "regions", "tiers", "tiers.*"),
     (
         "core.local",
         "core.parameter",

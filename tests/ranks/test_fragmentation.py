@@ -54,6 +54,9 @@ def test_nothing_is_allocated_after_the_longest(partition: Any, offload: Any) ->
 @on_ranks(2)
 def test_gradients_take_the_same_memory_in_every_step() -> None:
     model, _ = zerodp.shard(Wide(16, 2), stage=3, units=[Block])
+    zerodp.apply_activation_checkpointing(model, units=[Block], partition=over(WORLD))
+    squares(model, torch.ones(4, 3)).backward()
+    model.zero_grad()
     places = []
     for _ in range(3):
         squares(model, torch.ones(4, 3)).backward()
@@ -66,6 +69,52 @@ def test_gradients_take_the_same_memory_in_every_step() -> None:
     model.zero_grad()
     step_of(model)
     assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True)), "a gradient that the user keeps"
+
+
+@on_ranks(2)
+def test_gradients_leave_their_memory_to_the_activations_of_torch() -> None:
+    """Where no checkpoints are kept in the arena, what gradients took is gone with zero_grad; the other regions stay as they are."""
+    model, _ = zerodp.shard(Wide(16, 2), stage=3, units=[Block])
+    arena, seen = model._zerodp.arena, []
+    for _ in range(6):
+        squares(model, torch.ones(4, 3)).backward()
+        zerodp.full_grads(model)
+        full = arena.reserved
+        model.zero_grad()
+        seen.append((full, arena.reserved))
+    full, without = seen[-1]
+    assert seen[-2] == seen[-1]
+    assert full - without >= arena.peak["gradients"] > 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_units_of_one_size_need_no_cutting(precision: Any) -> None:
+    """Pages and buckets take each other's spaces as they are, so that the views of them can be kept."""
+
+    def cuts(depth: int) -> int:
+        model, _ = zerodp.shard(Wide(16, depth), stage=3, units=[Block], precision=precision)
+        counted = 0
+
+        def counting(region: Any) -> None:
+            cut = region._cut
+
+            def count(*args: Any) -> Any:
+                nonlocal counted
+                counted += 1
+                return cut(*args)
+
+            region._cut = count
+
+        for step in range(8):
+            if step == 7:  # by now one block serves all
+                for region in model._zerodp.arena.both:
+                    counting(region)
+            squares(model, torch.ones(4, 3)).backward()
+            model.zero_grad()
+        return counted
+
+    assert cuts(12) == cuts(6)
 
 
 def step_of(model: nn.Module) -> list[Any]:

@@ -38,8 +38,13 @@ class Counted:
 @pytest.mark.parametrize("place", range(4))
 def test_nothing_stays_in_use_when_one_fails(fails: str, place: int) -> None:
     homes: list[Any] = [Counted(fails if number == place else "") for number in range(4)]
+
+    def use() -> None:
+        for window in windows(homes, ("master",), ("master",), 2):
+            assert all(home.users == 1 for home in window)
+
     with pytest.raises(zerodp.StorageError):
-        list(windows(homes, ("master",), ("master",), 2))
+        use()
     assert [home.users for home in homes] == [0] * 4
 
 

@@ -3,6 +3,8 @@
 ZeRO-R's constant-size buffers and defragmentation: slots are parts of contiguous blocks of memory, handed out by size and
 taken back. What lives long (checkpointed activations, gradients) and what lives short (pages, buckets) has blocks of its own, so
 that nothing short-lived leaves holes between the long-lived. Once the largest step has been seen nothing is allocated any more.
+Gradients grow while activations go. So they lie where the activations do: in the region of the checkpoints, or, as long as
+torch keeps all activations, in memory of the device that goes back to torch with them.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pinned import pinned
-from ..regions import ALIGN, Lasting, Region, Space
+from ..host_memory import block
+from ..regions import ALIGN, Lasting, Passing, Region, Space
 
 STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 KINDS = (*STATES, "unsharded", "buckets", "activations")
 LONG = ("activations", "gradients")  # kinds whose slots outlive many others
-TOP = ("buckets", "gradients")  # of the two kinds that share a region, the one that fills it from above
+TOP = ("gradients",)  # of the kinds that share a region, the one that fills it from above
 FEW_RANKS = 64
 # What sees slots for as long as it copies them elsewhere. Asked to `settle`, it lets go of those that have been copied.
 KEEPERS: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -85,11 +87,17 @@ class Slot:
 class Arena:
     """Slots and the ledger of one sharded model on one device."""
 
-    def __init__(self, device: torch.device, pinned: bool = False, align: int = ALIGN) -> None:
-        self.device, self.pin, self.align = device, pinned, align  # align: bytes, of the addresses of slots
+    def __init__(
+        self, device: torch.device, pinned: bool = False, align: int = ALIGN, beside_activations: bool = False
+    ) -> None:
+        """align: bytes, of the addresses of slots; beside_activations: a model computes on this device."""
+        self.device, self.pin, self.align = device, pinned, align
         short, long = Region(self._block, align), Region(self._block, align)
         self.regions = {kind: long if kind in LONG else short for kind in KINDS}
         self.both = (short, long)
+        self.passing = Passing(self._block, align)
+        if beside_activations:
+            self.regions["gradients"] = self.passing
         self.limbo: list[Slot] = []
         self.lasting = Lasting()  # what `allocate` made
         self.now = dict.fromkeys(KINDS, 0)
@@ -102,12 +110,12 @@ class Arena:
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _block(self, nbytes: int, dtype: torch.dtype) -> Tensor:
-        """Fresh memory for slots. What torch gives begins where its own kernels want it, which may be less than was asked for."""
-        if self.pin:
-            return pinned(nbytes)
-        if self.align <= ALIGN:
+        """Fresh memory for slots. It begins where torch's own kernels want it, which may be less than was asked for."""
+        if self.device.type != "cpu":
             return self.empty(nbytes, dtype)
-        room = self.empty(nbytes + self.align, dtype)
+        if self.align <= ALIGN or self.pin:
+            return block(nbytes, self.pin)
+        room = block(nbytes + self.align, False)
         start = -room.data_ptr() % self.align
         return room[start : start + nbytes]
 
@@ -120,6 +128,8 @@ class Arena:
         needed = numel * dtype.itemsize
         where = near or kind
         region = self.regions[where]
+        if where == "activations":
+            self.regions["gradients"] = region
         space = region.take(needed, where in TOP)
         if space.slot is None:
             space.slot = Slot(region, space)
@@ -152,19 +162,23 @@ class Arena:
         return [(slot.label, slot.nbytes) for slot in self.limbo]
 
     @property
+    def _all(self) -> tuple[Region, ...]:
+        return (*self.both, self.passing)
+
+    @property
     def reserved(self) -> int:
         """Bytes that the slots' memory takes, in use or idle."""
-        return sum(region.reserved for region in self.both)
+        return sum(region.reserved for region in self._all)
 
     @property
     def lent(self) -> int:
         """Bytes of slots in use."""
-        return sum(region.lent for region in self.both)
+        return sum(region.lent for region in self._all)
 
     @property
     def allocations(self) -> int:
         """How often memory for slots was asked of the system."""
-        return sum(region.allocations for region in self.both)
+        return sum(region.allocations for region in self._all)
 
     def drop_idle(self) -> None:
         """Let go of memory that nobody uses now."""

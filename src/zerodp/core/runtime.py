@@ -270,8 +270,9 @@ class Runtime:
     # ---- demand, launch, release
 
     def look(self) -> None:
-        """Somebody looks at masters or states: an update that runs beside training ends first."""
+        """Somebody looks at masters or states: what runs beside training, an update or a copy of new values, ends first."""
         self.places.delay.end()
+        self.places.copies.end()
 
     def fault(self, where: Where, use: str) -> None:
         """A hidden parameter is used: bring its unit here, or say why not."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from . import capacity
 from .delay import Chosen, Delay
 from .elsewhere import Elsewhere
 from .home import Home
-from .source import Beside, Kept, Source
+from .source import Beside, Copies, Kept, Source
 from .told import Told
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Places:
         self.offload, self.device, self.link = offload, device, Link()
         self.tell = tell  # the other ranks, of what fails here
         self.tiers: dict[str, Any] = {}
-        self.threads = ThreadPoolExecutor(1, "zerodp-copy")
+        self.copies = Copies()
         self.delay = Delay(offload.warm_up_steps)
 
     def settle(self, flats: list[Flat], moments: int) -> dict[str, int]:
@@ -103,8 +102,8 @@ class Places:
         if same and not (self.offload.delayed_update and place != "device" and flat.trains):
             return Source()
         if params == "device":
-            return Beside(self.host, self.link, self.threads)
-        return Kept(params, self.tier(params), self.host, self.link, self.threads)
+            return Beside(self.host, self.link, self.copies)
+        return Kept(params, self.tier(params), self.host, self.link, self.copies)
 
     @property
     def host(self) -> HostTier:
@@ -138,7 +137,7 @@ class Places:
     def close(self) -> None:
         """Give back all that rests elsewhere: the homes have let go of it."""
         self.delay.close()
-        self.threads.shutdown()
+        self.copies.thread.shutdown()
         for tier in self.tiers.values():
             tier.close()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
+import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,13 +56,31 @@ class Source:
         """Nothing is kept any more."""
 
 
+class Copies:
+    """Casts of masters into what forward computes with, one after the other in a thread that begins with the first."""
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "zerodp-copy")
+        self.last: Future[Any] | None = None
+
+    def start(self, out: Tensor, master: Tensor) -> Future[Any]:
+        self.last = self.thread.submit(out.copy_, master)
+        return self.last
+
+    def end(self) -> None:
+        """Wait until no master is read any more; what failed is raised where the values are wanted."""
+        if self.last is not None:
+            wait([self.last])
+            self.last = None
+
+
 class Copied(Source):
     """A copy of its own. Where master and copy are both in host memory, one piece is copied while the next is updated."""
 
     is_master = False
 
-    def __init__(self, host: HostTier, link: Link, threads: Executor) -> None:
-        self.host, self.link, self.threads = host, link, threads
+    def __init__(self, host: HostTier, link: Link, copies: Copies) -> None:
+        self.host, self.link, self.copies = host, link, copies
         self.copying: Future[Any] | None = None
 
     def arrive(self) -> None:
@@ -74,9 +93,26 @@ class Copied(Source):
         self.arrive()
         master = self.home.flat.master[self.home.piece]
         if self.home.live:
-            self.copying = self.threads.submit(out.copy_, master)
+            self.copying = self.copies.start(out, master)
         else:
             out.copy_(master)  # whose memory is lent for now only
+
+
+class Arriving:
+    """The transfer of a copy that a thread makes: whoever uses the values waits for it, and so does what is launched with them."""
+
+    def __init__(self, source: Copied) -> None:
+        self.source = source
+
+    def wait(self) -> None:
+        self.source.arrive()
+
+    def launched(self) -> Transfer:
+        return self
+
+    def behind(self) -> contextlib.AbstractContextManager[Any]:
+        self.source.arrive()
+        return contextlib.nullcontext()
 
 
 class Beside(Copied):
@@ -98,6 +134,8 @@ class Beside(Copied):
         del self.values
 
     def fetch(self, out: Tensor) -> Transfer:
+        if self.copying is not None and same_memory(out, self.values):
+            return Arriving(self)
         self.arrive()
         if not same_memory(out, self.values):
             out.copy_(self.values)
@@ -122,8 +160,8 @@ class Kept(Copied):
 
     is_page = False
 
-    def __init__(self, place: str, tier: Tier, host: HostTier, link: Link, threads: Executor) -> None:
-        super().__init__(host, link, threads)
+    def __init__(self, place: str, tier: Tier, host: HostTier, link: Link, copies: Copies) -> None:
+        super().__init__(host, link, copies)
         self.place, self.tier, self.live = place, tier, place == "host"
         self.ticket: Any = None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WINDOW_NUMEL = 2**19  # elements of a window that needs memory of its own; a piece with more is its window
 # Of one that needs none: often enough that the last one's masters are copied to where gathers read meanwhile.
-LARGE_WINDOW_NUMEL = 2**21
+LARGE_WINDOW_NUMEL = 2**23
 OWN = ("param_groups", "state")
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 

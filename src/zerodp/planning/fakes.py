@@ -30,8 +30,11 @@ class FakeArena(Arena):
     """Memory that is only counted."""
 
     def __init__(self, mode: FakeTensorMode, counted: Callable[[], None]) -> None:
-        super().__init__(CPU)
+        super().__init__(CPU, beside_activations=True)
         self.mode, self.counted = mode, counted
+
+    def _block(self, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self.empty(nbytes, dtype)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False), _disable_current_modes():
