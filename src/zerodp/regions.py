@@ -130,15 +130,15 @@ class Region:
         main = [run for run in runs if self.whole and run[0].block is self.firsts[0].block]
         if places := [run for run in main if _bytes(run) >= size]:
             return places[-1] if top else places[0]
-        if self.whole:
-            holes = [0, *map(_bytes, main)]  # of which the largest would be a part of what is missing
-            self.needed = max(self.needed, self.lent + size + sum(holes) - max(holes))
+        holes = [0, *map(_bytes, main)]  # of which the largest would be a part of what is missing
+        needed = self.lent + size + sum(holes) - max(holes) if self.whole else 0
         # a small thing must not hold on to a large block
-        fitting = [run for run in runs if size <= _bytes(run) <= 2 * size]
-        if fitting:
-            return min(fitting, key=_bytes)
-        self._drop(self.reserved + size - max(self.peak, self.lent + size))
-        return [self._allocate(size)]
+        found = min((run for run in runs if size <= _bytes(run) <= 2 * size), key=_bytes, default=None)
+        if found is None:
+            self._drop(self.reserved + size - max(self.peak, self.lent + size))
+            found = [self._allocate(size)]
+        self.needed = max(self.needed, needed)
+        return found
 
     def _allocate(self, size: int) -> Space:
         try:
