@@ -15,10 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 from zerodp import host_memory
 
 
+def unmapped() -> Any:
+    """A context in which arenas take all their memory from torch's allocator."""
+    return mock.patch.object(host_memory, "LEAST_BYTES", sys.maxsize)
+
+
 def most_bytes(step: Callable[[], Any]) -> int:
     """The most that `step` holds at one time beyond what there was before, as the allocator reports it."""
-    with warnings.catch_warnings(), mock.patch.object(host_memory, "LEAST_BYTES", sys.maxsize):
-        # Blocks that are mapped the allocator does not know.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the profiler's own
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             step()

@@ -11,7 +11,7 @@ from torch import nn
 
 import zerodp
 from tests.families import FAMILIES, checkpoint_by_torch
-from tests.measured import most_bytes
+from tests.measured import most_bytes, unmapped
 from tests.ranks.oracle import adamw, squares
 from tests.ranks.pool import on_ranks
 from tests.ranks.toys import Block, Net
@@ -76,7 +76,7 @@ def test_replicas_are_the_same(stage: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "checkpoints"), [("gpt2", True), ("resnet", False)])
 def test_real_models_peak_where_it_is_said(name: str, checkpoints: bool, stage: int) -> None:
-    """The peak of the allocator while a sharded model trains: within 5 % by the simulation, 10 % by the plan from a trace."""
+    """The peak of the allocator while a sharded model trains: within 5 % by the simulation, 15 % by the plan from a trace."""
     family = FAMILIES[name]
     torch.manual_seed(0)
     model: Any = family.make()
@@ -94,14 +94,14 @@ def test_real_models_peak_where_it_is_said(name: str, checkpoints: bool, stage: 
         del output
         optimizer.zero_grad()
 
-    step()
-    step()
-    model._zerodp.arena.drop_idle()
-    resting = sum(zerodp.stats(model).memory.now.values())
-    most = resting + most_bytes(step)
+    with unmapped():
+        for _ in range(4):
+            step()
+        memory = zerodp.stats(model).memory
+        most = sum(memory.now.values()) + memory.reserved + most_bytes(step)
     assert found.peak_bytes == pytest.approx(most, rel=0.05)
-    # The plan adds up the most of each kind, which need not come at one time.
-    assert 0.95 * most < plan.estimates[stage].device_bytes < 1.1 * most
+    # The plan adds up the most of each kind, which does not come at one time: gradients grow while activations go.
+    assert 0.95 * most < plan.estimates[stage].device_bytes < 1.15 * most
 
 
 @on_ranks(2)
