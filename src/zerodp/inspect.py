@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .asleep import is_asleep
 from .checkpoint import traffic
 from .checkpoint.traffic import Traffic
 from .config import PLACES
@@ -19,6 +18,7 @@ from .core.optimizer import ShardedOptimizer
 from .core.runtime import Event, Runtime
 from .core.unit import Flat
 from .offload.home import is_elementwise, moment_kind
+from .offload.sleeping import is_emptied
 from .offload.source import Kept
 from .residual.store import store_of
 
@@ -129,7 +129,7 @@ def state_bytes(optimizer: ShardedOptimizer | None) -> dict[str, dict[str, int]]
     for segment, state in optimizer.state.items() if optimizer is not None else ():
         place = segment.flat.homes[segment.segment.piece].place  # type: ignore[attr-defined]
         for key, value in state.items():
-            if isinstance(value, Tensor) and not is_asleep(value):
+            if isinstance(value, Tensor) and not is_emptied(value):
                 kind = moment_kind(key) if is_elementwise(value, segment) else "other_state"
                 found[place][kind] += value.nbytes
     return found

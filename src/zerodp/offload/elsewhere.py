@@ -197,6 +197,22 @@ class Elsewhere(Home):
             self._close(name, False)
             self.tier.free(self.tickets.pop(name))
 
+    # ---- while it sleeps farther away
+
+    def resting(self) -> dict[str, Any]:
+        """Tickets by name; what is live has none for states, which are the optimizer's own memory."""
+        return self.tickets
+
+    def leave(self, name: str) -> None:
+        """What is live is kept elsewhere from now on."""
+        self._close(name, False)
+        self._hide(name)
+        self.tier.free(self.tickets[name])
+
+    def come_back(self, name: str, ticket: Any) -> None:
+        self.tickets[name] = ticket
+        self._open(name)
+
     # ---- what `walk` does
 
     def begin(self, kinds: tuple[str, ...]) -> None:
