@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, ShardedError
 from ..offload.home import Home
+from ..offload.unscaling import stand_in
 from . import norms, optimizer_state
 from .control import Control, Kind
 from .layout import Segment
@@ -44,9 +45,10 @@ class SegmentParameter(nn.Parameter):
         self.engine.runtime.reducer.drain()
         if self.flat.grad is None:
             return None
-        if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
-            self.engine.require_gradients_here()
-        self.flat.homes[self.segment.piece].arrive()
+        home = self.flat.homes[self.segment.piece]
+        if not home.gradient_is_here and isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
+            return stand_in(self)
+        home.arrive()
         return norms.part(self.flat, self.segment)
 
     @grad.setter
@@ -91,22 +93,6 @@ class Engine:
             self.segments[(flat, index)] = made
             flat.optimized = True
         return self.segments[(flat, index)]
-
-    def require_gradients_here(self) -> None:
-        """As they rest on all ranks, whichever of them this one has.
-
-        Raises:
-            ShardedError: a `torch.amp.GradScaler` cannot read them: it copies its scale to host memory, and does not wait for it.
-        """
-        runtime = self.runtime
-        for home in (home for flat in runtime.flats() if flat.optimized for home in flat.homes):
-            away = home.flat.residency.shards_gradients and home.arena.device.type != runtime.arena.device.type
-            if away or not home.live:
-                raise ShardedError(
-                    "torch.amp.GradScaler looks at all gradients at one time, and some rest "
-                    f"{'in host memory' if home.live else 'on disk'}: use precision='fp16' with optimizer.backward(loss), which looks at them "
-                    "piece by piece"
-                )
 
     def __iter__(self) -> Iterator[SegmentParameter]:
         return (segment for segments in self.segments.values() for segment in segments)
@@ -263,11 +249,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """GradScaler asks this just before it decides alone whether to step: the moment to let all ranks decide alike.
 
-        See docs/design/optimizer.md, "GradScaler".
+        See docs/design/engine.md, "GradScaler".
         """
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
-            self._zerodp.require_gradients_here()
             self._zerodp.grad_scaler = scaler
             if scaler._per_optimizer_states[id(self)]["stage"].name == "READY":
                 scaler.unscale_(self)

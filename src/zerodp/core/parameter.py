@@ -89,8 +89,12 @@ class Sharded:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in SAFE:
+            name = getattr(func, "__name__", str(func))
+            if kwargs.get("inplace") is True and not writes(name):
+                name += "_"
+            out = tuple(_sharded_in(kwargs.get("out")))
             for parameter in _sharded_in(args, kwargs):
-                fault(parameter, getattr(func, "__name__", str(func)))
+                fault(parameter, name + "_" if any(parameter is one for one in out) else name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

@@ -47,6 +47,10 @@ class Elsewhere(Home):
     def sums_in_place(self) -> bool:
         return self.live and self.flat.unit.runtime.arena.device == self.host.device
 
+    @property
+    def gradient_is_here(self) -> bool:
+        return not self.keeps_gradient or self.sums_in_place
+
     # ---- the master
 
     def take(self, values: Tensor) -> Tensor:
@@ -160,7 +164,7 @@ class Elsewhere(Home):
         self.link.out += self.numel * self.flat.grad_dtype.itemsize
 
     def arrive(self) -> None:
-        for ticket in self.tickets.values() if self.live else ():
+        for ticket in list(self.tickets.values()) if self.live else ():
             self.tier.open(ticket).wait()
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
@@ -216,13 +220,13 @@ class Elsewhere(Home):
     # ---- what `walk` does
 
     def begin(self, kinds: tuple[str, ...]) -> None:
-        self.users += 1
         if GRADIENT in kinds:
             self._claim_gradient()
-        if self.live:
-            for ticket in self.tickets.values():
-                self.tier.open(ticket).wait()  # gradients may still be on their way
-        for name in self.tickets:
+            self.arrive()
+        if not self.live:
+            self.flat.unit.runtime.look()  # an update beside training opens it, too
+        self.users += 1
+        for name in list(self.tickets):  # training may get another gradient meanwhile
             if (name if name in LEDGER else STATES) in kinds and name not in self.opened:
                 self.opened[name] = self.tier.open(self.tickets[name])
 

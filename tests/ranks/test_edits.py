@@ -1,0 +1,110 @@
+"""Edits of parameters where they would be lost: an error names the parameter, wherever and however it is edited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerodp
+from tests.ranks.oracle import adamw, all_close, copied, rows, squares
+from tests.ranks.pool import on_ranks
+from tests.ranks.toys import Block, Net
+
+
+class Clamping(Net):
+    """Edits a parameter in forward, before it is used or after."""
+
+    edits = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        if self.edits:
+            with torch.no_grad():
+                self.blocks[1].a.weight.clamp_(-0.1, 0.1)
+        return out
+
+
+@on_ranks(2)
+def test_an_edit_in_forward_is_refused(stage: int) -> None:
+    """Also without gradients; the model can be used afterwards."""
+    torch.manual_seed(0)
+    model: Any = Clamping()
+    model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[Block])
+    x = rows(3)(0, 0, 0)
+    for gradients in (True, False):
+        with (
+            torch.set_grad_enabled(gradients),
+            pytest.raises(zerodp.ShardedError, match=r"'blocks.1.a.weight' was edited in place inside a forward"),
+        ):
+            model(x)
+    model.edits = False
+    for _ in range(2):
+        squares(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_an_embedding_that_edits_its_weights_is_refused(stage: int) -> None:
+    """torch's `max_norm` scales rows in forward, each rank other ones."""
+    model: Any = nn.Sequential(nn.Embedding(9, 6, max_norm=0.1), nn.Linear(6, 3))
+    model, _ = zerodp.shard(model, adamw(model), stage=stage)
+    with pytest.raises(zerodp.ShardedError, match=r"'0.weight' was edited in place inside a forward"):
+        model(torch.arange(4))
+
+
+@on_ranks(2)
+def test_an_edit_in_backward_is_refused(stage: int) -> None:
+    torch.manual_seed(0)
+    model: Any = Net()
+
+    def edit(module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            module.b.bias.add_(1.0)
+
+    model, _ = zerodp.shard(model, adamw(model), stage=stage, units=[Block])
+    model.blocks[1].register_full_backward_pre_hook(edit)
+    with pytest.raises(zerodp.ShardedError, match=r"'blocks.1.b.bias' was edited in place inside a forward or backward"):
+        squares(model, rows(3)(0, 0, 0)).backward()
+
+
+BETWEEN: dict[str, Callable[[nn.Parameter], Any]] = {
+    "out=": lambda p: torch.zeros(p.shape, out=p),
+    "out= of an operation": lambda p: torch.add(p, 1.0, out=p),
+    "inplace=": lambda p: F.relu(p, inplace=True),
+    "in-place": lambda p: p.mul_(2.0),
+    "an item": lambda p: p.__setitem__(0, 1.0),
+    "several": lambda p: torch._foreach_mul_([p], 2.0),
+}
+
+
+@on_ranks(2)
+def test_an_edit_between_passes_is_refused(stage: int) -> None:
+    model: Any = Net()
+    model, _ = zerodp.shard(model, adamw(model), stage=stage, precision="bf16")
+    before = copied(dict(model.state_dict()))
+    for name, edit in BETWEEN.items():
+        with torch.no_grad(), pytest.raises(zerodp.ShardedError, match=r"'head.bias' .* outside forward and backward"):
+            edit(model.head.bias)
+            pytest.fail(name)
+    all_close("kept", dict(model.state_dict()), before)
+
+
+@on_ranks(2)
+def test_edits_inside_full_params_are_no_such_edits(stage: int) -> None:
+    """And forward may run in between."""
+    model: Any = Net()
+    model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[Block])
+    x = rows(3)(0, 0, 0)
+    with zerodp.full_params(model, write=True), torch.no_grad():
+        model(x)
+        model.blocks[0].a.bias.fill_(0.5)
+        model(x)
+    assert bool((model.state_dict()["blocks.0.a.bias"] == 0.5).all())
+    squares(model, x).backward()
+    optimizer.step()
