@@ -52,12 +52,13 @@ class Delay:
             return fresh | flats
         # Where the master itself serves gathers (a parameter that was frozen at first), it must not change beside them.
         beside = [home for home in chosen if isinstance(home, Elsewhere) and not home.source.is_master]
-        run(update, {home: chosen[home] for home in chosen.keys() - set(beside)})
-        later = [Handed(home, chosen[home], self) for home in beside]
+        later = set[Home](beside)
+        run(update, {home: segments for home, segments in chosen.items() if home not in later})
+        handed = [Handed(home, chosen[home], self) for home in beside]
         self.unpublished, self.behind = [*beside], flats
         self.disk = next((home.tier for home in beside if not home.live), None)
         assert self.threads is not None
-        self.running = self.threads.submit(self._beside, update, later)
+        self.running = self.threads.submit(self._beside, update, handed)
         return fresh | flats
 
     def end(self) -> None:
