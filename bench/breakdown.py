@@ -7,10 +7,8 @@ written between the markers of docs/profile.md.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
 import re
 import resource
 import sys
@@ -23,7 +21,6 @@ from typing import Any
 import launch
 import report
 import torch
-import torch._dynamo  # loaded on an optimizer's first step, and no part of any step that counts
 import torch.distributed as dist
 from methods import METHODS, Workload
 from model import batches
@@ -94,6 +91,7 @@ def _class_of(event: Any) -> str:
 
 def measure(name: str, work: Workload) -> dict[str, Any]:
     """One method's step without the profiler (wall time, fresh memory) and with it (classes)."""
+    label_communication()
     trainer = METHODS[name].build(work.model(), work)
     source = batches(dist.get_rank(), work.bsz, work.ctx)
     for batch in itertools.islice(source, work.warmup):
@@ -131,16 +129,6 @@ def engine_counts(model: torch.nn.Module, trainer: Any, batch: Any) -> dict[str,
     return {"wire_bytes": stats.wire_bytes, "launches": stats.launches, "events": dict(events)}
 
 
-def rank_main(methods: Sequence[str], work: Workload) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    label_communication()
-    result = {name: measure(name, work) for name in methods}
-    if dist.get_rank() == 0:
-        launch.report(result)
-    dist.destroy_process_group()
-
-
 def markdown(found: dict[str, dict[str, Any]], work: Workload) -> str:
     """The table, and what the engine counted, as the generated part of the page."""
 
@@ -168,30 +156,22 @@ def markdown(found: dict[str, dict[str, Any]], work: Workload) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/breakdown.py", description=__doc__.splitlines()[0])
+    page = "'breakdown' (default: docs/profile.md's)"
+    parser = report.parser_of("breakdown.py", __doc__, page, saves=False, dim=768, layers=12)
     parser.add_argument("--methods", default="zerodp3,zerodp2,fsdp2,local", help="methods of bench/run.py")
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=6, help="steps that count (default: 6)")
     parser.add_argument("--operators", action="store_true", help="the costliest operators of each method as well")
-    parser.add_argument("--page", type=Path, default=DOC, help="the page whose generated block is replaced")
-    parser.add_argument("--rank", metavar="TASK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.rank:
-        methods, fields = json.loads(args.rank)
-        rank_main(methods, Workload(**fields))
-        return 0
     work = Workload(dim=args.dim, layers=args.layers, steps=args.steps)
-    found: dict[str, dict[str, Any]] = {}
-    for name in args.methods.split(","):  # each in processes of its own, so that memory starts afresh
-        found |= launch.run_ranks(Path(__file__), "--rank", json.dumps([[name], vars(work)]))
+    # each in processes of its own, so that memory starts afresh
+    found = {name: launch.on_ranks(measure, name, work) for name in args.methods.split(",")}
     text = markdown(found, work)
     print(text)
     if args.operators:
         for name, result in found.items():
             rows = [[operator, f"{ms:.1f}"] for operator, ms in result["operators_ms"].items()]
             report.table(f"{METHODS[name].label}, all threads", ["operator", "own ms per step"], rows)
-    report.fill(args.page, "breakdown", text)
+    report.fill(args.page or DOC, "breakdown", text)
     return 0
 
 

@@ -8,9 +8,7 @@ Reads are made after the kernel was asked to drop what it had cached of the file
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import shutil
 import statistics
@@ -139,9 +137,8 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def rank_main(name: str, work: Workload, rounds: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def measure(name: str, work: Workload, rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Seconds of each kind, in turns (a collective)."""
     trainer = METHODS[name].build(work.model(), work)
     trainer.step([next(batches(dist.get_rank(), work.bsz, work.ctx))])
     files = Files(12 * work.numel // dist.get_world_size(), folder)  # fp32 weights and two moments
@@ -161,9 +158,7 @@ def rank_main(name: str, work: Workload, rounds: int, folder: Path) -> None:
             found["stall"] = stalled(stall, trainer)
         for kind, seconds in found.items() if turn else ():
             times[kind].append(seconds)
-    if dist.get_rank() == 0:
-        launch.report(times)
-    dist.destroy_process_group()
+    return times
 
 
 def ratio(times: dict[str, list[float]], over: str, under: str) -> float | None:
@@ -173,20 +168,11 @@ def ratio(times: dict[str, list[float]], over: str, under: str) -> float | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/checkpoints.py", description=__doc__.splitlines()[0])
+    parser = report.parser_of("checkpoints.py", __doc__, "'checkpoints'", dim=768, layers=12)
     parser.add_argument("--methods", default=",".join(WAYS), help=f"of {', '.join(WAYS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default: 5)")
-    parser.add_argument("--dim", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
-    parser.add_argument("--page", type=Path, help="a page to fill too: its block 'checkpoints'")
-    parser.add_argument("--rank", metavar="TASK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.rank:
-        name, fields, rounds, folder = json.loads(args.rank)
-        rank_main(name, Workload(**fields), rounds, Path(folder))
-        return 0
     work = Workload(dim=args.dim, layers=args.layers, ctx=64)
     found: dict[str, Any] = {}
     for name in args.methods.split(","):
@@ -194,9 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"skipped: {name} needs the package {METHODS[name].module}, which is not installed")
             continue
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            found[name] = launch.run_ranks(
-                Path(__file__), "--rank", json.dumps([name, vars(work), args.rounds, folder])
-            )
+            found[name] = launch.on_ranks(measure, name, work, args.rounds, Path(folder))
     columns = ["method", "save s", "share of plain", "load s", "share of plain", "stall of an asynchronous save"]
     rows = []
     for name, times in found.items():
@@ -215,8 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = f"{work.numel / 1e6:.1f}M parameters, {12 * work.numel / 1e9:.2f} GB of state, 2 ranks"
     report.table(title, columns, rows)
     report.save("checkpoints", {"numel": work.numel, "times": found}, args.out)
-    if args.page:
-        report.fill(args.page, "checkpoints", f"{title}.\n\n{report.markdown(columns, rows)}")
+    report.fill(args.page, "checkpoints", f"{title}.\n\n{report.markdown(columns, rows)}")
     return 0
 
 

@@ -5,14 +5,12 @@ Trains the same model on the same text twice, with the optimizer on the host, an
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import launch
 import report
 
 RUNS = {"ordinary": [], "delayed": ["--delayed-update"]}
@@ -20,19 +18,16 @@ RUNS = {"ordinary": [], "delayed": ["--delayed-update"]}
 
 def train(folder: Path, options: list[str]) -> dict[int, float]:
     """Validation loss by step."""
-    command = [sys.executable, "-m", "zerodp.cli", "train", "--out", str(folder), "--sample", "0", *options]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    launch.train(folder, *options)
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return {r["step"]: r["validation_loss"] for r in records if r.get("validation_loss") is not None}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser_of("delayed.py", __doc__, "'delayed'")
     parser.add_argument("--params", default="300k")
     parser.add_argument("--steps", default="400")
     parser.add_argument("--every", default="40", help="steps between looks at held-out text")
-    parser.add_argument("--page", type=Path, help="a page whose block 'delayed' is to be filled")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
     args = parser.parse_args()
     common = ["--params", args.params, "--steps", args.steps, "--validate-every", args.every, "--ranks", "1"]
     common += ["--context", "64", "--offload", "host", "--save-every", args.steps]
@@ -43,8 +38,7 @@ def main() -> None:
     content: dict[str, Any] = {"params": args.params, "losses": losses}
     report.table("Validation loss", columns, rows)
     report.save("delayed", content, args.out)
-    if args.page:
-        report.fill(args.page, "delayed", report.markdown(columns, rows))
+    report.fill(args.page, "delayed", report.markdown(columns, rows))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,12 @@ The world is one rank, so what is measured is the library itself; a wire is `ben
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # reproducible matrix products; read when CUDA starts
@@ -318,10 +316,9 @@ def show(right: list[Row], memory: list[Row], fragments: list[Row], speed: list[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/gpu_check.py", description=__doc__.splitlines()[0])
+    parser = report.parser_of("gpu_check.py", __doc__)
     parser.add_argument("--rows", type=int, default=8 if CUDA else 2, help="sequences in a batch of the speed test")
     parser.add_argument("--steps", type=int, default=10 if CUDA else 2, help="steps that count in the speed test")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
     args = parser.parse_args(argv)
     start = time.perf_counter()
     if CUDA:

@@ -6,29 +6,23 @@ device itself is rate-limited instead, where that is allowed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import launch
 import report
 import torch
-import torch._dynamo  # loaded on an optimizer's first step, and no part of any step that counts
 import torch.distributed as dist
 from delays import delay
 from link import Unavailable, rate_limited
 from methods import Trainer, Workload
 from model import batches
 
-PAGE = Path(__file__).parents[1] / "docs" / "step-time.md"
 EVERYTHING = 2**40
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2},
@@ -68,18 +62,8 @@ def measure(work: Workload, wire: tuple[float, float] | None, rounds: int) -> di
     return {name: {phase: statistics.median(values) for phase, values in row.items()} for name, row in found.items()}
 
 
-def rank_main(task: Any) -> None:
-    fields, wire, rounds = task
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = measure(Workload(**fields), None if wire is None else tuple(wire), rounds)
-    if dist.get_rank() == 0:
-        launch.report(result)
-    dist.destroy_process_group()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/latency.py", description=__doc__.splitlines()[0])
+    parser = report.parser_of("latency.py", __doc__, "'latency'", dim=384, layers=6, ctx=128)
     parser.add_argument("--latency", type=float, default=3e-3, help="seconds of every collective (default: 3 ms)")
     parser.add_argument(
         "--bandwidth", type=float, default=0.5e9, help="bytes per second that a rank sends (default: 0.5 GB/s)"
@@ -89,22 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--ctx", type=int, default=128)
-    parser.add_argument("--page", type=Path, help="a page whose block 'latency' is replaced")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
-    parser.add_argument("--rank", metavar="TASK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.rank:
-        rank_main(json.loads(args.rank))
-        return 0
     work = Workload(dim=args.dim, layers=args.layers, ctx=args.ctx, warmup=2)
     wire = None if args.link else (args.latency, args.bandwidth)
-    task = json.dumps([dataclasses.asdict(work), wire, args.rounds])
     try:
         with rate_limited(args.link) if args.link else contextlib.nullcontext([]) as prefix:
-            found = launch.run_ranks(Path(__file__), "--rank", task, ranks=args.ranks, prefix=prefix)
+            found = launch.on_ranks(measure, work, wire, args.rounds, ranks=args.ranks, prefix=prefix)
     except Unavailable as reason:
         print(f"skipped: no rate-limited network: {reason}")
         return 0
@@ -114,8 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = f"{work.numel / 1e6:.1f}M parameters, fp32, {args.ranks} gloo ranks of one thread; {told}"
     report.table(title, columns, rows)
     report.save("latency", {"workload": vars(work), "wire": wire, "link": args.link, "found": found}, args.out)
-    if args.page:
-        report.fill(args.page, "latency", f"{title}.\n\n{report.markdown(columns, rows)}")
+    report.fill(args.page, "latency", f"{title}.\n\n{report.markdown(columns, rows)}")
     return 0
 
 

@@ -11,9 +11,7 @@ Rounds are interleaved, and a time is the best of its rounds: what the machine c
 from __future__ import annotations
 
 import argparse
-import json
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -184,12 +182,9 @@ def status(what: str) -> int:
 # ---- the whole
 
 
-def child(part: str, settings: dict[str, Any]) -> None:
-    import torch.distributed as dist
-
+def measured(part: str, settings: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
-    launch.report({"host": host, "disk": disk, "memory": memory}[part](settings))
+    return {"host": host, "disk": disk, "memory": memory}[part](settings)
 
 
 def run(part: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +192,7 @@ def run(part: str, settings: dict[str, Any]) -> dict[str, Any]:
         "MALLOC_ARENA_MAX": "2",
         "MALLOC_MMAP_THRESHOLD_": "65536",
     }  # freed memory goes back to the system, and is not counted
-    return launch.run_ranks(Path(__file__), "--child", part, json.dumps(settings), ranks=1, env=env)
+    return launch.on_ranks(measured, part, settings, ranks=1, env=env)  # type: ignore[no-any-return]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -249,20 +244,14 @@ def show(content: dict[str, Any]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=32)
+    parser = report.parser_of("offload.py", __doc__, "'offload'", dim=1024, layers=32)
+    told = f"of {', '.join(PARTS)} (default: all)"
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=told)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement of the disk alone")
     parser.add_argument("--folder", default=tempfile.gettempdir())
     parser.add_argument("--no-deepspeed", dest="deepspeed", action="store_false")
-    parser.add_argument("--page", type=Path, help="a page whose block 'offload' is to be filled")
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
     args = parser.parse_args()
-    if args.child:
-        return child(args.child[0], json.loads(args.child[1]))
     unknown = [part for part in args.parts if part not in PARTS]
     if unknown:
         parser.error(f"--parts: expected some of {', '.join(PARTS)}, got {unknown[0]!r}")
@@ -270,9 +259,7 @@ def main() -> None:
     columns = ["what", "measured", "share of the limit", "at least"]
     report.table(f"Model states of {content['elements']:,} elements elsewhere", columns, show(content))
     report.save("offload", content, args.out)
-    if args.page:
-        report.fill(args.page, "offload", report.markdown(columns, show(content)))
-    sys.exit(0)
+    report.fill(args.page, "offload", report.markdown(columns, show(content)))
 
 
 if __name__ == "__main__":

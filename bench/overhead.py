@@ -11,11 +11,9 @@ the other rank is not in them.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import functools
 import itertools
-import json
 import pstats
 import sys
 import time
@@ -26,7 +24,6 @@ from typing import Any
 import launch
 import report
 import torch
-import torch._dynamo  # loaded on an optimizer's first step, and no part of any step that counts
 import torch.distributed as dist
 from methods import METHODS, Trainer, Workload
 from model import batches
@@ -100,28 +97,14 @@ def _passes(trainer: Trainer, x: torch.Tensor, y: torch.Tensor) -> None:
     trainer.backward(trainer.forward(x, y))
 
 
-def rank_main(backend: str, work: Workload, methods: Sequence[str], profiled: str | None) -> None:
-    torch.set_num_threads(1)
-    if backend == "fake":
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    else:
-        dist.init_process_group(backend)
-    if profiled:
-        result: dict[str, Any] = {profiled: profile(profiled, work)}
-    else:
-        watch = Stopwatch()
-        result = {name: measure(name, work, watch) for name in methods}
-    if dist.get_rank() == 0:
-        launch.report(result)
-    dist.destroy_process_group()
+def measure_all(names: Sequence[str], work: Workload) -> dict[str, Any]:
+    watch = Stopwatch()
+    return {name: measure(name, work, watch) for name in names}
 
 
-def in_ranks(setting: str, work: Workload, methods: Sequence[str], profiled: str | None = None) -> dict[str, Any]:
+def in_setting(setting: str, function: Callable[..., Any], *arguments: Any) -> Any:
     backend, processes = SETTINGS[setting]
-    task = json.dumps([backend, vars(work), methods, profiled])
-    return launch.run_ranks(Path(__file__), "--rank", task, ranks=processes)
+    return launch.on_ranks(function, *arguments, ranks=processes, backend=backend)
 
 
 def per_block(sharded: dict[str, Any], plain: dict[str, Any], layers: int) -> dict[str, dict[str, float]]:
@@ -135,32 +118,25 @@ def per_block(sharded: dict[str, Any], plain: dict[str, Any], layers: int) -> di
 
 
 def show_profile(method: str, setting: str, work: Workload) -> None:
-    rows = in_ranks(setting, work, [], profiled=method)[method]
+    rows = in_setting(setting, profile, method, work)
     title = f"{method}, {setting}: forward and backward, per block and step, under the profiler"
     report.table(title, ["function", "calls", "own us", "total us"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/overhead.py", description=__doc__.splitlines()[0])
+    parser = report.parser_of("overhead.py", __doc__, layers=24)
     parser.add_argument("--methods", default="zerodp3,zerodp2,zerodp1,zerodp0,fsdp2", help="methods of bench/run.py")
     parser.add_argument("--settings", default=",".join(SETTINGS), help=f"of {', '.join(SETTINGS)} (default: all)")
-    parser.add_argument("--layers", type=int, default=24, help="blocks of the model (default: 24)")
     parser.add_argument("--steps", type=int, default=200, help="steps that count (default: 200)")
     parser.add_argument("--profile", metavar="METHOD", help="a table of functions for this method, and nothing else")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
-    parser.add_argument("--rank", metavar="TASK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.rank:
-        backend, fields, methods, profiled = json.loads(args.rank)
-        rank_main(backend, Workload(**fields), methods, profiled)
-        return 0
     settings, methods = args.settings.split(","), args.methods.split(",")
     work = Workload(dim=16, layers=args.layers, ctx=8, steps=args.steps, warmup=10)
     if args.profile:
         for setting in settings:
             show_profile(args.profile, setting, work)
         return 0
-    measured = {setting: in_ranks(setting, work, ["local", *methods]) for setting in settings}
+    measured = {setting: in_setting(setting, measure_all, ["local", *methods], work) for setting in settings}
     found = {
         f"{name}, {setting}": per_block(results[name], results["local"], work.layers)
         for setting, results in measured.items()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import predicted
+import report
 
 import zerodp
 from zerodp.core.stages import STAGES
@@ -15,7 +15,6 @@ from zerodp.planning.closed import infinity, states
 from zerodp.planning.estimate import amount
 from zerodp.planning.models import CUTS, Shape, short
 
-RESULTS = Path(__file__).with_name("results")
 TARGET = Path(__file__).parents[1] / "docs" / "planning.md"
 ADAM = states.policy(2, 2)
 GPT3 = Shape(96, 12288, 96, 50257, 2048)
@@ -191,8 +190,7 @@ def simulated() -> str:
         "|---" * 10 + "|",
     ]
     for cut in CUTS:
-        found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"*-simulated-{cut}.json"))]
-        for one in found[-1:]:
+        if one := report.newest(f"simulated-{cut}"):
             sizes = (
                 one["planned_bytes"],
                 one["peak_bytes"],
@@ -254,7 +252,7 @@ def bandwidths() -> str:
 
 def measured() -> str:
     """What runs of `zerodp train` predicted and measured, from the newest results of predicted.py."""
-    found = predicted.newest()
+    found = report.newest(predicted.NAME)
     if found is None:
         return ""
     return "\n".join(

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import launch
 import report
 
 NAME = "predicted"
@@ -23,15 +22,9 @@ STATES, WORKSPACE = ("parameters", "gradients", "optimizer"), ("unsharded", "buc
 def train(stage: int, options: Sequence[str], folder: Path) -> dict[str, Any]:
     """What the run left in forecast.json."""
     out = folder / f"stage{stage}"
-    command = [sys.executable, "-m", "zerodp.cli", "train", "--stage", str(stage), "--out", str(out), *options]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    launch.train(out, "--stage", str(stage), *options)
     found: dict[str, Any] = json.loads((out / "forecast.json").read_text())
     return found
-
-
-def newest(folder: Path = report.RESULTS) -> dict[str, Any] | None:
-    files = sorted(folder.glob(f"*-{NAME}.json"))
-    return json.loads(files[-1].read_text()) if files else None
 
 
 def table(content: dict[str, Any]) -> str:
@@ -57,14 +50,13 @@ def table(content: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/predicted.py", description=__doc__.splitlines()[0])
+    parser = report.parser_of("predicted.py", __doc__)
     parser.add_argument("--params", default="10M")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--stages", default="0,1,2,3")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
     args = parser.parse_args(argv)
-    options = ["--params", args.params, "--steps", str(args.steps), "--context", str(args.context), "--sample", "0"]
+    options = ["--params", args.params, "--steps", str(args.steps), "--context", str(args.context)]
     options += ["--validate-every", "1000", "--save-every", "1000", "--ranks", "2"]
     with tempfile.TemporaryDirectory() as folder:
         stages = {stage: train(int(stage), options, Path(folder)) for stage in args.stages.split(",")}

@@ -1,22 +1,15 @@
-"""One rank of one run, started by run.py: trains a few steps by one method and reports time, memory and losses.
-
-Usage: rank.py METHOD WORKLOAD_AS_JSON, with torch.distributed's variables in the environment.
-"""
+"""One rank of one run of run.py: trains a few steps by one method and reports time, memory and losses."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import launch
 import torch
-import torch._dynamo  # the optimizer would load it on its first step: 60 MB that are no training state
 import torch.distributed as dist
 from methods import METHODS, Workload
 from model import batches
@@ -61,17 +54,3 @@ def measure(name: str, work: Workload) -> dict[str, Any]:
         "rest_bytes_per_param": rest_bytes / work.numel,
         "losses": (mean / dist.get_world_size()).tolist(),
     }
-
-
-def main() -> None:
-    name, work = sys.argv[1], Workload(**json.loads(sys.argv[2]))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = measure(name, work)
-    if dist.get_rank() == 0:
-        launch.report(result)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,8 @@
-"""What every benchmark shares: facts about the machine, a table on the screen, a dated file of results."""
+"""What every benchmark shares: options, facts about the machine, a table on the screen, a dated file of results, a block of a page."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import importlib.util
@@ -12,10 +13,26 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).with_name("results")
+
+
+def parser_of(
+    script: str, text: str | None, page: str | None = None, saves: bool = True, **sizes: int
+) -> argparse.ArgumentParser:
+    """With --out where results are saved, and --page where a block of a page is filled, which `page` names; `sizes` of a model are
+    options with these defaults."""
+    parser = argparse.ArgumentParser(prog=f"bench/{script}", description=(text or "").splitlines()[0])
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"of the model (default: {default})")
+    if page:
+        parser.add_argument("--page", type=Path, help=f"a page to fill too: its block {page}")
+    if saves:
+        parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    return parser
 
 
 def facts() -> dict[str, object]:
@@ -82,14 +99,22 @@ def save(name: str, content: dict[str, object], folder: Path = RESULTS) -> Path:
     return path
 
 
+def newest(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """What `save` wrote last under this name."""
+    files = sorted(folder.glob(f"*-{name}.json"))
+    return json.loads(files[-1].read_text()) if files else None
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The same table for a page: the first column to the left, the others to the right."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def fill(page: Path, block: str, text: str) -> None:
-    """Replaces what stands between the markers of `block` in a page."""
+def fill(page: Path | None, block: str, text: str) -> None:
+    """Replaces what stands between the markers of `block` in a page, if there is one."""
+    if page is None:
+        return
     begin, end = f"<!-- begin: {block} -->\n", f"<!-- end: {block} -->"
     before, rest = page.read_text().split(begin)
     _, after = rest.split(end)

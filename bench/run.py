@@ -11,20 +11,18 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.util
-import json
 import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import report
-from launch import Failed, run_ranks
+from launch import Failed, on_ranks
 from link import Unavailable, rate_limited, seconds
 from methods import METHODS, Workload
+from rank import measure
 
-HERE = Path(__file__).parent
 RANKS = 2
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000"}  # every block of 64 KiB and more
 # (what, compared with) -> the most that the ratio of step times may be, on loopback and on the slow link
@@ -43,12 +41,6 @@ TARGETS: dict[tuple[str, str], tuple[float | None, float | None]] = {
     ("zerodp3", "local-part"): (None, None),
 }
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 0.1}
-
-
-def launch(name: str, work: Workload, prefix: Sequence[str], env: dict[str, str], limit: float) -> dict[str, Any]:
-    """One run of one method in fresh processes."""
-    settings = json.dumps(dataclasses.asdict(work))
-    return run_ranks(HERE / "rank.py", name, settings, ranks=RANKS, prefix=prefix, env=env, limit=limit)
 
 
 def available(names: Sequence[str]) -> list[str]:
@@ -73,7 +65,7 @@ def rounds(
             if name in failed:
                 continue
             try:
-                run = launch(name, work, prefix, env, limit)
+                run = on_ranks(measure, name, work, ranks=RANKS, prefix=prefix, env=env, limit=limit)
             except Failed as error:
                 failed.add(name)
                 print(f"round {i + 1}/{count}  {name} failed:\n{error}", flush=True)
@@ -171,15 +163,13 @@ def network(rate: str | None) -> Iterator[list[str]]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench/run.py", description=__doc__.splitlines()[0])
+    parser = report.parser_of("run.py", __doc__, "'loopback', or the one of the link")
     parser.add_argument("--methods", default=",".join(METHODS), help=f"of {', '.join(METHODS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
     parser.add_argument("--link", metavar="RATE", help="rate-limit the network, as in 2gbit (needs root)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one short round: does it run?")
     parser.add_argument("--no-memory", action="store_true", help="without the extra round in mapped blocks")
     parser.add_argument("--limit", type=float, default=900, help="most seconds for one run (default: 900)")
-    parser.add_argument("--page", type=Path, help="a page to fill too: its block 'loopback', or the one of the link")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
     for field in dataclasses.fields(Workload):
         choices = tuple(LOSS_TOLERANCE) if field.name == "dtype" else None
         parser.add_argument(f"--{field.name}", type=type(field.default), choices=choices)
@@ -225,10 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for passes, least in wire.items():
         if least is not None:
             print(f"The wire alone takes {least:.3f} s for {passes} of the parameters")
-    if args.page:
-        text = f"{title}; {args.rounds} rounds, {datetime.date.today()}, {report.facts()['cpu']}."
-        text = "\n\n".join([text, *(report.markdown(columns, body) for _, columns, body in parts)])
-        report.fill(args.page, args.link or "loopback", text)
+    text = f"{title}; {args.rounds} rounds, {datetime.date.today()}, {report.facts()['cpu']}."
+    text = "\n\n".join([text, *(report.markdown(columns, body) for _, columns, body in parts)])
+    report.fill(args.page, args.link or "loopback", text)
     content = {
         "workload": dataclasses.asdict(work),
         "parameters": work.numel,

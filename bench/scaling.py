@@ -6,26 +6,19 @@ cannot scale; the table says what the same number of ranks reach without any com
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import launch
 import report
-import torch
-import torch._dynamo  # loaded on an optimizer's first step, and no part of any step that counts
 import torch.distributed as dist
 from methods import METHODS, Workload
 from model import batches
 
-PAGE = Path(__file__).parents[1] / "docs" / "step-time.md"
 STAGES = (1, 2, 3)
 
 
@@ -46,23 +39,12 @@ def measure(methods: Sequence[str], work: Workload) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def rank_main(task: Any) -> None:
-    methods, fields = task
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = measure(methods, Workload(**fields))
-    if dist.get_rank() == 0:
-        launch.report(result)
-    dist.destroy_process_group()
-
-
 def measured(work: Workload, ranks: Sequence[int], methods: Sequence[str], strong: bool) -> dict[int, dict[str, float]]:
     """Samples per second by ranks and method."""
     found = {}
     for count in ranks:
         batch = max(work.bsz // count, 1) if strong else work.bsz
-        task = json.dumps([methods, dataclasses.asdict(dataclasses.replace(work, bsz=batch))])
-        seconds = launch.run_ranks(Path(__file__), "--rank", task, ranks=count)
+        seconds = launch.on_ranks(measure, methods, dataclasses.replace(work, bsz=batch), ranks=count)
         found[count] = {name: batch * count / value for name, value in seconds.items()}
     return found
 
@@ -76,22 +58,13 @@ def simulated() -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/scaling.py", description=__doc__.splitlines()[0])
+    parser = report.parser_of("scaling.py", __doc__, "'scaling'", dim=384, layers=6, ctx=128)
     parser.add_argument("--ranks", default="1,2,4", help="to measure, as in 1,2,4,8 (default: 1,2,4)")
     parser.add_argument("--methods", default="local,zerodp1,zerodp2,zerodp3", help="methods of bench/run.py")
     parser.add_argument("--strong", action="store_true", help="divide one batch among the ranks")
     parser.add_argument("--batch", type=int, default=4, help="samples per rank, or in all with --strong (default: 4)")
-    parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--ctx", type=int, default=128)
     parser.add_argument("--steps", type=int, default=7, help="steps that count (default: 7)")
-    parser.add_argument("--page", type=Path, help="a page whose block 'scaling' is replaced")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
-    parser.add_argument("--rank", metavar="TASK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.rank:
-        rank_main(json.loads(args.rank))
-        return 0
     ranks, methods = [int(count) for count in args.ranks.split(",")], args.methods.split(",")
     work = Workload(dim=args.dim, layers=args.layers, ctx=args.ctx, bsz=args.batch, steps=args.steps, warmup=2)
     found = measured(work, ranks, methods, args.strong)
@@ -109,19 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = f"Measured {kind} scaling, {work.numel / 1e6:.1f}M parameters, fp32, {args.batch} samples {'in all' if args.strong else 'per rank'}"
     report.table(f"{title}; in brackets the part of perfect scaling", columns, rows)
     labels = ["devices", *(f"stage {stage}" for stage in STAGES)]
-    report.table("Simulated weak scaling, 8B on assumed DGX-2 nodes", labels, simulated())
-    content = {"workload": vars(work), "scaling": kind, "samples_per_second": found, "simulated": simulated()}
+    far = simulated()
+    report.table("Simulated weak scaling, 8B on assumed DGX-2 nodes", labels, far)
+    content = {"workload": vars(work), "scaling": kind, "samples_per_second": found, "simulated": far}
     report.save(f"scaling-{kind}", content, args.out)
-    if args.page:
-        head = f"{title}, one thread per rank, {os.cpu_count()} cores; in brackets the part of perfect scaling."
-        tail = "Simulated, 8B parameters, 8 samples on each device of assumed DGX-2 nodes: the part of one device's speed that each keeps."
-        text = [
-            head,
-            report.markdown(columns[:-1], [row[:-1] for row in rows]),
-            tail,
-            report.markdown(labels, simulated()),
-        ]
-        report.fill(args.page, "scaling", "\n\n".join(text))
+    text = [
+        f"{title}, one thread per rank, {os.cpu_count()} cores; in brackets the part of perfect scaling.",
+        report.markdown(columns[:-1], [row[:-1] for row in rows]),
+        "Simulated, 8B parameters, 8 samples on each device of assumed DGX-2 nodes: the part of one device's speed that each keeps.",
+        report.markdown(labels, far),
+    ]
+    report.fill(args.page, "scaling", "\n\n".join(text))
     return 0
 
 

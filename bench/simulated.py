@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import report
 
@@ -64,13 +62,10 @@ def trillion() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/simulated.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--page", type=Path, help="a page whose block 'simulated' is replaced")
-    args = parser.parse_args(argv)
+    args = report.parser_of("simulated.py", __doc__, "'simulated'", saves=False).parse_args(argv)
     text = "\n\n".join([growing(), slowing(), prefetching(), trillion()])
     print(text)
-    if args.page:
-        report.fill(args.page, "simulated", text)
+    report.fill(args.page, "simulated", text)
     return 0
 
 

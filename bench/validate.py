@@ -7,27 +7,22 @@ measurements alternate, since a machine gets slower and faster.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import launch
 import report
 import torch
-import torch._dynamo  # loaded on an optimizer's first step, and no part of any step that counts
 import torch.distributed as dist
 from delays import delay
 from methods import METHODS, Workload
 from model import batches
 
-DOC = Path(__file__).parents[1] / "docs" / "step-time.md"
 LIMIT = 0.15  # the most that a simulated step may be off, as a part of the measured one
 # latency in seconds and bandwidth in bytes per second that a rank sends; None: the loopback device as it is
 WIRES: dict[str, tuple[float, float] | None] = {
@@ -99,16 +94,6 @@ def slowed(machine: Any, costs: tuple[float, float] | None) -> Any:
     return dataclasses.replace(machine, inside=tuple(links), shared_rate=1 - (1 - machine.shared_rate) * share)
 
 
-def rank_main(task: Any) -> None:
-    name, fields, wires, rounds, seconds = task
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = compare(name, Workload(**fields), wires, rounds, seconds)
-    if dist.get_rank() == 0:
-        launch.report(result)
-    dist.destroy_process_group()
-
-
 def rows_of(found: dict[str, dict[str, Any]], ranks: int) -> list[list[str]]:
     rows = []
     for name, wires in found.items():
@@ -121,7 +106,7 @@ def rows_of(found: dict[str, dict[str, Any]], ranks: int) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/validate.py", description=__doc__.splitlines()[0])
+    parser = report.parser_of("validate.py", __doc__, "'validation N ranks'", dim=384, layers=6, ctx=128)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--methods", default="zerodp1,zerodp2,zerodp3", help="methods of bench/run.py")
     parser.add_argument("--wires", default="; ".join(WIRES), help=f"of {'; '.join(WIRES)} (default: all)")
@@ -129,22 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=0.02, help="for each measurement of the machine (default: 0.02)"
     )
-    parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--ctx", type=int, default=128)
-    parser.add_argument("--page", type=Path, help="a page whose block 'validation N ranks' is replaced")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder for the results")
-    parser.add_argument("--rank", metavar="TASK", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.rank:
-        rank_main(json.loads(args.rank))
-        return 0
     wires = [wire.strip() for wire in args.wires.split(";")]
     work = Workload(dim=args.dim, layers=args.layers, ctx=args.ctx, steps=3, warmup=2)
-    found: dict[str, dict[str, Any]] = {}
-    for name in args.methods.split(","):
-        task = json.dumps([name, vars(work), wires, args.rounds, args.seconds])
-        found[name] = launch.run_ranks(Path(__file__), "--rank", task, ranks=args.ranks)
+    settings = (work, wires, args.rounds, args.seconds)
+    found = {name: launch.on_ranks(compare, name, *settings, ranks=args.ranks) for name in args.methods.split(",")}
     columns = ["", "simulated, ms", "measured, ms", "without a wire, ms", "simulated waits, ms", "off by"]
     rows = rows_of(found, args.ranks)
     title = f"Steps of {work.numel / 1e6:.1f}M parameters, fp32, {args.ranks} gloo ranks of one thread"
@@ -153,9 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"the largest difference is {worst:.0%}; the aim is at most {LIMIT:.0%}")
     content = {"workload": vars(work), "ranks": args.ranks, "wires": WIRES, "found": found, "worst": worst}
     report.save(f"simulated-{args.ranks}-ranks", content, args.out)
-    if args.page:
-        text = f"{title}; {args.rounds} rounds.\n\n{report.markdown(columns, rows)}\n\nThe largest difference is {worst:.0%}."
-        report.fill(args.page, f"validation {args.ranks} ranks", text)
+    text = f"{title}; {args.rounds} rounds.\n\n{report.markdown(columns, rows)}\n\nThe largest difference is {worst:.0%}."
+    report.fill(args.page, f"validation {args.ranks} ranks", text)
     return 0
 
 

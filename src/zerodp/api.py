@@ -28,7 +28,7 @@ from .elementwise import check_elementwise, num_moments
 from .errors import ConfigError, RankMismatchError, ZeroError
 from .materialise import Initialised, Source
 from .offload.places import Places
-from .offload.room import check_room
+from .offload.capacity import check_capacity
 from .planning import automatic
 from .residual.activations import Blocks, blocks_of
 
@@ -251,7 +251,7 @@ def _places(
 
     on_all(settle)
     if config.offload.moves_states:
-        share_verdict([told(check_room(comm.exchange_objects(said, "the other ranks' shard()")))], None)
+        share_verdict([told(check_capacity(comm.exchange_objects(said, "the other ranks' shard()")))], None)
         on_all(lambda: places.claim(needs))
     return places
 

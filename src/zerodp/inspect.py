@@ -94,11 +94,7 @@ class Stats:
 
     def _away(self, place: str, states: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
         """What rests on host or disk, now and at its peak: activations, model states in the tiers, and what the optimizer made there."""
-        now, peak = store_of(self._runtime).bytes_at(place)
-        for ledger in (ledger for ledger in self._runtime.places.ledgers() if ledger.place == place):
-            for kind in (kind for kind, most in ledger.peak.items() if most):
-                now[kind] = now.get(kind, 0) + ledger.now[kind]
-                peak[kind] = peak.get(kind, 0) + ledger.peak[kind]
+        now, peak = store_of(self._runtime).bytes_at(place, self._runtime.places.ledgers())
         for kind, nbytes in states.items() if place == "host" else ():
             if nbytes:
                 now[kind], peak[kind] = now.get(kind, 0) + nbytes, peak.get(kind, 0) + nbytes

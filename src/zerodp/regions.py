@@ -3,7 +3,8 @@
 A space that was given back stays as it is, and serves the next request of its size at once. Only when none fits exactly are idle
 neighbours put together and cut anew. At first every request that finds no room has a block of its own, and idle blocks go
 before more is held than was in use at one time. When nothing is in use any more, the blocks become a single one of the size that
-was needed; it is filled from both ends, so that two kinds of things with lives of their own do not lie mixed.
+was needed: the most that was in use, and what holes took. It is filled from both ends, so that two kinds of things with lives of
+their own do not lie mixed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 ALIGN = 512  # bytes; of CUDA's own allocations, and a multiple of a cache line; some users of memory want more
-GROWTH = 16  # the part of a block that is added to it when holes have made it too small
 LARGE = 4  # what takes this part of all there is goes to the upper end, so that small things do not cut its place up
 
 
@@ -72,6 +72,7 @@ class Region:
         self.firsts: list[Space] = []  # of each block
         self.idle: dict[tuple[int, bool], list[Space]] = {}  # by size and end
         self.whole = False  # one block serves all, or did until it was too small
+        self.needed = 0  # bytes with which it would not have been: all in use at one time, and the holes that were too small
         self.begins: tuple[int, bool] | None = None  # the request for which it is cut as it is
         self.lent = self.peak = self.reserved = self.allocations = 0
 
@@ -95,7 +96,7 @@ class Region:
     def clear(self) -> None:
         """Let go of the blocks of which nothing is in use, and forget what was needed."""
         self._drop(self.reserved)
-        self.peak, self.whole = self.lent, False
+        self.peak, self.whole, self.needed = self.lent, False, 0
 
     def _rest(self, space: Space) -> None:
         space.idle = True
@@ -115,26 +116,27 @@ class Region:
         self.begins = size, top
 
     def _unite(self, size: int) -> None:
-        """Nothing is in use: one block in place of all. If it is not because more was in use, holes were the trouble."""
-        needed, before = max(self.peak, size), self.firsts[0].block.numel()
-        if self.whole and needed <= before:
-            needed = before + max(before // GROWTH // self.align, 1) * self.align
+        """Nothing is in use: one block in place of all."""
         self._drop(self.reserved)
         self.whole = False  # until it is there
-        self._allocate(needed)
+        self._allocate(max(self.peak, self.needed, size))
         self.whole = True
 
     def _room(self, size: int, top: bool) -> list[Space]:
         """Adjoining idle spaces with room for so many bytes, at the right end of the one block, or a block of their own."""
-        runs = [run for run in self._runs() if _bytes(run) >= size]
+        runs = list(self._runs())
         main = [run for run in runs if self.whole and run[0].block is self.firsts[0].block]
-        if main:
-            return main[-1] if top else main[0]
-        fitting = [run for run in runs if _bytes(run) <= 2 * size]  # a small thing must not hold on to a large block
-        if fitting:
-            return min(fitting, key=_bytes)
-        self._drop(self.reserved + size - max(self.peak, self.lent + size))
-        return [self._allocate(size)]
+        if places := [run for run in main if _bytes(run) >= size]:
+            return places[-1] if top else places[0]
+        holes = [0, *map(_bytes, main)]  # of which the largest would be a part of what is missing
+        needed = self.lent + size + sum(holes) - max(holes) if self.whole else 0
+        # a small thing must not hold on to a large block
+        found = min((run for run in runs if size <= _bytes(run) <= 2 * size), key=_bytes, default=None)
+        if found is None:
+            self._drop(self.reserved + size - max(self.peak, self.lent + size))
+            found = [self._allocate(size)]
+        self.needed = max(self.needed, needed)
+        return found
 
     def _allocate(self, size: int) -> Space:
         try:

@@ -51,15 +51,15 @@ def test_the_table_says_what_follows(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("stage", "precision", "nbytes"),
-    [("0", "bf16", 4 * 12), ("1", "bf16", 12), ("2", "bf16", 16), ("3", "fp32", 16)],
+    [(0, "bf16", 4 * 12), (1, "bf16", 12), (2, "bf16", 16), (3, "fp32", 16)],
 )
-def test_what_rests_on_disk_follows_the_stage(stage: str, precision: str, nbytes: int) -> None:
+def test_what_rests_on_disk_follows_the_stage(stage: int, precision: str, nbytes: int) -> None:
     """Of a million parameters on four ranks that share a disk, with Adam: bytes of the whole model's states."""
     given = argparse.Namespace(params=1e6, ranks=4, stage=stage, precision=precision, optimizer="adam")
     found = step(given, 4, 1e9)
     for what in ("read_bytes", "written_bytes", "resting_bytes"):
         assert found["optimizer"][what] == nbytes * 10**6
-    assert ("params" in found) == (stage == "3")
+    assert ("params" in found) == (stage == 3)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.ranks.oracle import Task, adamw, all_close, close, rows, run, same, s
 from tests.ranks.pool import on_ranks
 from tests.ranks.toys import Block, Lion, Net, ToyA, X, toy_b
 from zerodp import Offload
-from zerodp.offload import room
+from zerodp.offload import capacity
 from zerodp.tiers.disk import BUFFER_BYTES
 
 case = pytest.mark.case
@@ -273,6 +273,8 @@ def test_settings_that_cannot_work() -> None:
         ),
         ({"fraction": 0.0}, "fraction: expected a number above 0"),
         ({"fraction": 1.5}, "a share is at most 1.0"),
+        ({"fraction": 0.5, "params": "host"}, "fraction: the share of the optimizer states that leaves the device; say"),
+        ({"host_bytes": "4GB", "path": "/tmp"}, "host_bytes: nothing leaves the device; say what does by optimizer="),
         ({"optimizer": "host", "delayed_update": 0}, "delayed_update: expected a whole number of at least 1"),
         ({"params": "disk", "delayed_update": True}, "the update runs beside the next pass where"),
         ({"optimizer": "host", "host_bytes": "1 parsec"}, "host_bytes: expected a number of bytes"),
@@ -336,10 +338,10 @@ def test_grad_scaler(explicit: bool, stage: int) -> None:
 def test_the_room_that_is_asked_for_is_enough(precision: str, stage: int) -> None:
     """Also for the gradients of two steps, where updates run beside the next pass."""
     asked: list[int] = []
-    report = room.report
+    report = capacity.report
     for delayed in (False, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(room, "report", lambda folder, host, disk: asked.append(host) or report(folder, host, disk))
+            patch.setattr(capacity, "report", lambda folder, host, disk: asked.append(host) or report(folder, host, disk))
             torch.manual_seed(0)
             model: Any = Net()
             offload = Offload(optimizer="host", delayed_update=delayed)

@@ -205,6 +205,21 @@ def test_a_flipped_bit_is_found(direct: bool, tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_failed_read_fails_for_all_who_wait(tmp_path: Path) -> None:
+    tier = small(tmp_path)
+    ticket = tier.put(torch.ones(4 * 1024), KIND)
+    at_rest(tier)
+    right = overwrite(tier, ticket.offset, b"\0" * 8)
+    out = torch.empty(4 * 1024)
+    first, opened, second = tier.fetch(ticket, out), tier.open(ticket), tier.fetch(ticket, out)
+    for wait in (first.wait, opened.wait, second.wait):
+        with pytest.raises(zerodp.StorageError, match="are not what was written there"):
+            wait()
+    overwrite(tier, ticket.offset, right)
+    assert bool((read(tier, ticket) == 1).all())
+    tier.close()
+
+
 def test_old_and_exchanged_blocks_are_found(tmp_path: Path) -> None:
     tier = small(tmp_path)
     ticket = tier.put(torch.randn(4 * 1024), KIND)  # two requests

@@ -20,7 +20,7 @@ from ..core.runtime import Runtime
 from ..core.unit import Flat
 from ..errors import ConfigError
 from ..offload.home import is_elementwise
-from ..offload.lazily import Reader, master_part, state_part
+from ..offload.lazy_states import Reader, master_part, state_part
 from . import randomness
 from .inventory import Parameter, copy_taken
 from .tensors import SegmentTensor

@@ -19,7 +19,7 @@ from ..core.optimizer_state import SCALARS, placed
 from ..core.runtime import Runtime
 from ..errors import CheckpointError, ZeroError
 from ..offload.home import Home
-from ..offload.lazily import parked, replace_masters, replace_states
+from ..offload.lazy_states import parked, replace_masters, replace_states
 from . import background, inventory, randomness, traffic
 from .boxes import boxes, view
 from .contents import ENGINE, EXTRA, MODEL, RANDOM

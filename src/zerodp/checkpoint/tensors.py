@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..offload.lazily import read
+from ..offload.lazy_states import read
 from .boxes import Box, boxes, contiguous_strides, view
 
 

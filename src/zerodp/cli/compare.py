@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..compare import Comparison, compare
-from ..config import PRECISIONS
-from ..core.stages import STAGES
 from .benching import ranks
-from .parser import Parser, function, look_up, one_of, positive, whole
+from .parser import Parser, function, look_up, positive, whole
 
 DIFFERENT = 1  # exit status
 EPILOG = """\
@@ -52,13 +50,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="OPTIMIZER",
         help="module:function that takes the parameters (default torch.optim:AdamW)",
     )
-    parser.add_argument("--stage", type=stage_number, default=3, metavar="STAGE", help="ZeRO stage (default 3)")
-    parser.add_argument(
-        "--precision",
-        type=one_of(list(PRECISIONS)),
-        metavar="DTYPE",
-        help=f"of the sharded side: {', '.join(PRECISIONS)} (default: the model's own)",
-    )
+    parser.add_stage()
+    parser.add_precision(None, "of the sharded side")
     parser.add_argument(
         "--steps", type=whole(1), metavar="N", help="steps at most (default: as many as there are batches)"
     )
@@ -70,12 +63,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         help="largest difference that counts as equal (default 1e-6)",
     )
     ranks.add_options(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_json()
     parser.set_defaults(run=run)
-
-
-def stage_number(text: str) -> int:
-    return int(one_of([str(stage) for stage in STAGES])(text))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="the folder that zerodp.save wrote")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     parser.add_argument("--max-shard", default="5GB", metavar="BYTES", help="most bytes in one file (default 5GB)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: the files and their bytes")
+    parser.add_json(": the files and their bytes")
     parser.set_defaults(run=run)
 
 

@@ -25,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--no-check", dest="check", action="store_false", help="do not read the files to check their sums"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_json()
     parser.set_defaults(run=run)
 
 

@@ -11,7 +11,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from ..config import PRECISIONS
+from ..core.stages import STAGES
+
 MOST = 10**15  # of anything that is counted
+OWN = "the model's own"  # where nothing else is asked for
 SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -24,6 +28,17 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+
+    def add_stage(self, text: str = "ZeRO stage") -> None:
+        told = f"{text} (default %(default)s)"
+        self.add_argument("--stage", type=stage_number, default=max(STAGES), metavar="STAGE", help=told)
+
+    def add_precision(self, default: str | None, text: str = "dtype of compute") -> None:
+        told = f"{text}: {', '.join(PRECISIONS)} (default: {default or OWN})"
+        self.add_argument("--precision", type=precision, default=default, metavar="DTYPE", help=told)
+
+    def add_json(self, more: str = "") -> None:
+        self.add_argument("--json", action="store_true", help=f"print one JSON object{more}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, unknown = super().parse_known_args(args, namespace)
@@ -55,6 +70,14 @@ def one_of(values: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+precision = one_of(list(PRECISIONS))
+
+
+def stage_number(text: str) -> int:
+    """The type of a ZeRO stage."""
+    return int(one_of([str(stage) for stage in STAGES])(text))
 
 
 def whole(least: int) -> Callable[[str], int]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config import PRECISIONS
-from ..core.stages import STAGES
 from ..errors import ConfigError
 from ..planning.closed.states import MOMENTS
 from ..planning.estimate import KINDS, amount
@@ -19,7 +18,7 @@ from ..planning.page import html
 from ..planning.plan import Plan, plan
 from ..planning.setup import CHECKPOINTING, TIERS, Setup
 from ..planning.timeline.machine import MACHINES
-from .parser import Parser, UsageError, one_of, positive, size, whole
+from .parser import Parser, UsageError, one_of, positive, precision, size, stage_number, whole
 
 EPILOG = """\
 The model is a count of parameters, a shape, or a Hugging Face config. Memory and bandwidth need a unit, such as 80GB or 25GB (per second).
@@ -74,7 +73,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add(group, "headroom", float, "part of the device memory to leave free", "PART")
     add(group, "links", str, f"simulate steps: a file of zerodp bench links, or one of {', '.join(MACHINES)}", "FILE")
     group = parser.add_argument_group("how to train")
-    add(group, "precision", one_of(list(PRECISIONS)), "dtype of compute: " + ", ".join(PRECISIONS), "DTYPE")
+    add(group, "precision", precision, "dtype of compute: " + ", ".join(PRECISIONS), "DTYPE")
     add(group, "optimizer", one_of(list(MOMENTS)), ", ".join(MOMENTS), "NAME")
     add(group, "bytes_per_parameter", whole(1), "the convention of the paper's figures: 16, 18 or 20 for Adam", "N")
     add(group, "batch", whole(1), "samples per device and backward pass", "N")
@@ -110,10 +109,6 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--html", type=Path, metavar="PATH", help="write a page with sliders and pictures, and print nothing else"
     )
     parser.set_defaults(run=run)
-
-
-def stage_number(text: str) -> int:
-    return int(one_of([str(stage) for stage in STAGES])(text))
 
 
 def run(arguments: argparse.Namespace) -> int:

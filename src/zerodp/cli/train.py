@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ..config import DELAYED_AFTER, PLACES, PRECISIONS
-from ..core.stages import STAGES
-from .parser import Parser, UsageError, one_of, positive, size, whole
+from .parser import Parser, UsageError, one_of, positive, precision, size, stage_number, whole
 from .training import launch, settings, worker
 from .training.text import open_corpus
 
@@ -61,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
     add(group, "seed", whole(0), "of the weights and the order of the text", "N")
     group = parser.add_argument_group("how to shard")
     add(group, "stage", stage_number, "ZeRO stage: 0, 1, 2 or 3", "STAGE")
-    add(group, "precision", one_of(list(PRECISIONS)), "dtype of compute: " + ", ".join(PRECISIONS), "DTYPE")
+    add(group, "precision", precision, "dtype of compute: " + ", ".join(PRECISIONS), "DTYPE")
     add(group, "offload", one_of(PLACES), "where the optimizer's states rest: " + ", ".join(PLACES), "PLACE")
     group.add_argument(
         "--delayed-update",
@@ -127,10 +126,6 @@ def new_name() -> Path:
 def restarted() -> bool:
     """Whether torchrun has started the ranks again, after one was lost or came."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
-def stage_number(text: str) -> int:
-    return int(one_of([str(stage) for stage in STAGES])(text))
 
 
 def check_device(device: str, local_ranks: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError, ZeroError
 from ..offload.home import STATES, is_elementwise, walk
-from ..offload.lazily import replace_states
+from ..offload.lazy_states import replace_states
 from .control import Kind
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ use into a page fault, which the runtime answers by gathering the unit or by rai
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -80,23 +81,32 @@ class Note:
         return view if self.spec is None else DTensor(view, self.spec, requires_grad=False)
 
 
-class Sharded:
-    """Mixin of every twin class."""
+class Trap:
+    """Mixin of classes of tensors whose values are not here: what is `_safe` can be asked, any other use is `_used` first."""
 
-    _zerodp: Where
+    _safe = SAFE
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in SAFE:
-            name = getattr(func, "__name__", str(func))
-            if kwargs.get("inplace") is True and not writes(name):
-                name += "_"
-            out = tuple(_sharded_in(kwargs.get("out")))
-            for parameter in _sharded_in(args, kwargs):
-                fault(parameter, name + "_" if any(parameter is one for one in out) else name)
+        if func not in cls._safe:
+            for one in _trapped_in(args, kwargs):
+                one._used(_use(func, one, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def _used(self, use: str) -> None:
+        """Bring the values here, or raise `ShardedError`."""
+        raise NotImplementedError
+
+
+class Sharded(Trap):
+    """Mixin of every twin class."""
+
+    _zerodp: Where
+
+    def _used(self, use: str) -> None:
+        self._zerodp.flat.unit.runtime.fault(self._zerodp, use)
 
     def stride(self, dim: int | None = None) -> Any:
         strides = self._zerodp.local.whole_strides
@@ -109,7 +119,7 @@ class Sharded:
 
     @property
     def data(self) -> Tensor:
-        fault(self, "data")
+        self._used("data")
         return _plainly(data_of, self)  # type: ignore[no-any-return]
 
     @data.setter
@@ -161,24 +171,19 @@ class ShardedInside(Sharded):
 
     @property
     def _local_tensor(self) -> Tensor:
-        fault(self, "to_local")
+        self._used("to_local")
         return get_inner(self)  # type: ignore[no-any-return]
 
 
-def fault(parameter: Any, use: str) -> None:
-    """A use of a hidden parameter's values: bring them here, or say why not."""
-    where: Where = parameter._zerodp
-    where.flat.unit.runtime.fault(where, use)
-
-
-_twins: dict[type, type] = {}
+@functools.cache
+def trapped(cls: type, trap: type[Trap]) -> type:
+    """The class of `cls` objects while their values are not here."""
+    return type(trap.__name__ + cls.__name__, (trap, cls), {})
 
 
 def twin(cls: type) -> type:
-    """The sharded twin of a parameter class, made once."""
-    if cls not in _twins:
-        _twins[cls] = type("Sharded" + cls.__name__, (ShardedInside if issubclass(cls, DTensor) else Sharded, cls), {})
-    return _twins[cls]
+    """The sharded twin of a parameter class."""
+    return trapped(cls, ShardedInside if issubclass(cls, DTensor) else Sharded)
 
 
 ShardedParameter = twin(nn.Parameter)
@@ -198,14 +203,21 @@ def _plainly(access: Any, parameter: Any) -> Any:
         return access(parameter)
 
 
-def _sharded_in(*values: Any) -> Iterator[Any]:
+def _trapped_in(*values: Any) -> Iterator[Trap]:
     for value in values:
-        if isinstance(value, Sharded):
+        if isinstance(value, Trap):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _sharded_in(*value)
+            yield from _trapped_in(*value)
         elif isinstance(value, dict):
-            yield from _sharded_in(*value.values())
+            yield from _trapped_in(*value.values())
+
+
+def _use(func: Any, one: Any, kwargs: Any) -> str:
+    """The function's name; with an underscore where it is an argument that says that `one` is changed."""
+    name: str = getattr(func, "__name__", str(func))
+    changes = kwargs.get("inplace") is True or any(one is given for given in _trapped_in(kwargs.get("out")))
+    return name + "_" if changes and not writes(name) else name
 
 
 def writes(use: str) -> bool:

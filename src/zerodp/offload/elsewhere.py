@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.parameter import trapped
 from ..tiers import ARRIVED, Tier, Transfer
-from .away import AwayTensor, away, hole, is_away, trapped
+from .placeholders import DiskPlaceholder, disk_placeholder, hole, is_placeholder
 from .home import GRADIENT, LEDGER, MASTER, STATES, Home, is_elementwise, moment_kind, multiply, spans_of
 from .source import Source
 
@@ -117,11 +118,11 @@ class Elsewhere(Home):
 
     def _trap(self, segment: Any) -> None:
         if MASTER not in self.shown:
-            segment.__class__ = trapped(segment.plain_class)
+            segment.__class__ = trapped(segment.plain_class, DiskPlaceholder)
 
-    def _hidden(self, name: str) -> AwayTensor:
+    def _hidden(self, name: str) -> Tensor:
         dtype = self.flat.shard_dtype if name == MASTER else self.flat.grad_dtype
-        return away(f"this rank's {name} of unit {self.name!r}", self.numel, dtype)
+        return disk_placeholder(f"this rank's {name} of unit {self.name!r}", self.numel, dtype)
 
     # ---- the reduced gradient
 
@@ -271,7 +272,7 @@ class Elsewhere(Home):
                 self.flat.grad[self.piece] = tensor
         else:
             for one in self.segments:
-                if is_away(self.state.get(one, {}).get(name)):
+                if is_placeholder(self.state.get(one, {}).get(name)):
                     place = one.segment
                     self.state[one][name] = tensor[place.offset : place.offset + place.numel]
 
@@ -285,7 +286,7 @@ class Elsewhere(Home):
             for one in self.segments:
                 if is_elementwise(self.state.get(one, {}).get(name), one):
                     what = f"optimizer state {name!r} of parameter {one.full_name!r}"
-                    self.state[one][name] = away(what, one.segment.numel, self.state[one][name].dtype)
+                    self.state[one][name] = disk_placeholder(what, one.segment.numel, self.state[one][name].dtype)
 
     def _collect_states(self) -> None:
         """Take what the optimizer has made or replaced into memory that a ticket stands for; forget what it no longer has."""
@@ -295,7 +296,7 @@ class Elsewhere(Home):
             for key, value in self.state.get(one, {}).items():
                 if is_elementwise(value, one):
                     kept.add(key)
-                    if not is_away(value):
+                    if not is_placeholder(value):
                         live.setdefault(key, []).append(one)
         for key in self.tickets.keys() - LEDGER.keys() - kept:
             self._close(key, False)

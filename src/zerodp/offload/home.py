@@ -207,15 +207,16 @@ def windows(homes: Iterable[W], kinds: tuple[str, ...], changed: tuple[str, ...]
     rest = _grouped(homes, numel)
     try:
         for window in rest:
+            coming.append([])
             for home in window:
+                coming[-1].append(home)  # at once: one that fails to begin is ended with the others
                 home.begin(kinds)
-            coming.append(window)
             if len(coming) > 1:
                 yield from _used(coming, changed)
         while coming:
             yield from _used(coming, changed)
     finally:
-        for window in coming:  # the caller has stopped early
+        for window in coming:  # the caller has stopped early, or one could not begin
             for home in window:
                 home.end(())
 

@@ -19,7 +19,7 @@ from ..tiers import Ledger
 from ..tiers.disk import DiskTier
 from ..tiers.file import ALIGN
 from ..tiers.host import HostTier
-from . import room
+from . import capacity
 from .delay import Chosen, Delay
 from .elsewhere import Elsewhere
 from .home import Home
@@ -77,8 +77,8 @@ class Places:
         return needs
 
     def report(self, needs: dict[str, int]) -> list[Any]:
-        """What this rank tells the others of its needs, see `room`."""
-        return room.report(self.offload.path or tempfile.gettempdir(), needs["host"], needs["disk"])
+        """What this rank tells the others of its needs, see `capacity`."""
+        return capacity.report(self.offload.path or tempfile.gettempdir(), needs["host"], needs["disk"])
 
     def claim(self, needs: dict[str, int]) -> None:
         """Take the room on disk.

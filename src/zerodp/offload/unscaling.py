@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..core.norms import part
-from .away import AwayTensor, hole
 from .home import GRADIENT, Home, walk
+from .placeholders import DiskPlaceholder, hole
 
 if TYPE_CHECKING:
     from ..core.optimizer import SegmentParameter
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 
 
-class StandIn(AwayTensor):
+class StandIn(DiskPlaceholder, Tensor):
     """Of the gradient of `one`; its shape and dtype, and nothing to read."""
 
     one: SegmentParameter

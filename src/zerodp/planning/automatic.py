@@ -18,7 +18,7 @@ from ..core.stages import STAGES
 from ..core.wrap import IGNORED, Plan
 from ..elementwise import num_moments
 from ..errors import ConfigError
-from ..offload.room import free_memory
+from ..offload.capacity import free_memory
 from .estimate import Estimate
 from .models import Model, of_plans
 from .recommend import choose_stages

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..config import Config, Offload
 from ..core.layout import build
 from ..core.stages import STAGES, Residency
 from ..core.wrap import ROOT
@@ -80,9 +79,7 @@ def place(model: Model, unit: UnitSpec, setup: Setup, stage: Stage, rank: int = 
     residency = residency_of(unit, stage)
     data_ranks = setup.shard_ranks * setup.replicate
     ranks, replicas = (setup.shard_ranks, setup.replicate) if residency.shards_optimizer else (1, data_ranks)
-    offload = Offload(optimizer=setup.offload_optimizer, params=setup.offload_params)
-    config = Config(bucket_bytes=setup.bucket_bytes, offload=offload)
-    bucket = config.bucket_bytes_on("gloo" if setup.exact else "nccl", ranks)
+    bucket = setup.bucket_bytes_on(ranks)
     for flat in unit.flats:
         if model.exact:
             numels = [int(numel) for numel in flat.numels]

@@ -34,7 +34,6 @@ def inputs(model: Model, setup: Setup) -> dict[str, Any]:
     )
     sequence = setup.sequence or (shape.sequence if shape else None) or 0
     plain, checkpointed = model.traces.get(False), model.traces.get(True)
-    config, backend = Config(bucket_bytes=setup.bucket_bytes), "gloo" if setup.exact else "nccl"
     typical = max(flats, key=lambda flat: sum(flat.numels)) if flats else model.units[0].flats[0]
     return {
         "numel": model.numel,
@@ -75,7 +74,7 @@ def inputs(model: Model, setup: Setup) -> dict[str, Any]:
         "exact": int(setup.exact),
         "buffers": model.buffer_bytes,
         "gathers": _mean_gathers(model, setup),
-        "bucket": config.bucket_bytes_on(backend, 1),
+        "bucket": Config(bucket_bytes=setup.bucket_bytes).bucket_bytes_on(setup.backend, 1),
         "bucket_per_rank": PIECE_BYTES if setup.bucket_bytes is None else setup.bucket_bytes,
         "copies_sums": int(setup.offload_optimizer == "disk" or not setup.exact),
     }

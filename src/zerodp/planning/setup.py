@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checks import bytes_of, number, unknown, whole
-from ..config import PRECISIONS, Config, Precision
+from ..config import PRECISIONS, Config, Offload, Precision
 from ..errors import ConfigError
 from .closed.states import MOMENTS, BytesPolicy, policy
 from .timeline.machine import machine_of
@@ -154,6 +154,16 @@ class Setup:
     def shard_ranks(self) -> int:
         """Ranks that share one copy of the states."""
         return self.world_size // (self.replicate * self.tensor_parallel)
+
+    @property
+    def backend(self) -> str:
+        """Sums are exact on gloo, as a rule."""
+        return "gloo" if self.exact else "nccl"
+
+    def bucket_bytes_on(self, ranks: int) -> int:
+        """Most bytes in one collective over so many ranks."""
+        offload = Offload(optimizer=self.offload_optimizer, params=self.offload_params)
+        return Config(bucket_bytes=self.bucket_bytes, offload=offload).bucket_bytes_on(self.backend, ranks)
 
     @property
     def copies_sums(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..api import assemble
-from ..config import Config, Precision
+from ..config import Precision
 from ..core import wrap
 from ..core.comm import Comm, CommRow
 from ..core.runtime import Event
@@ -37,7 +37,8 @@ class Simulation:
 
     now, peak: bytes on the device by kind, as `zerodp.stats` gives them, after the step and at the most of each kind;
     activations_bytes: the most of what the model's own operations made and kept; peak_bytes: the most of all at one time, in
-    `peak_phase` ("forward", "backward" or "step") of `peak_unit`. comm: collectives of the step; trace: its events in order.
+    `peak_phase` ("forward", "backward" or "step") of `peak_unit`. wire_elements, wire_bytes, launches: what it sent, padding
+    included, in how many collectives; comm: these by operation, unit and dtype; trace: the events of the step in order.
     """
 
     world_size: int
@@ -49,22 +50,11 @@ class Simulation:
     peak_bytes: int
     peak_unit: str
     peak_phase: str
+    wire_elements: int
+    wire_bytes: int
+    launches: int
     comm: tuple[CommRow, ...]
     trace: tuple[Event, ...]
-
-    @property
-    def wire_elements(self) -> int:
-        """Elements this rank sent, padding included."""
-        return sum(row.elements for row in self.comm)
-
-    @property
-    def wire_bytes(self) -> int:
-        return sum(row.wire_bytes for row in self.comm)
-
-    @property
-    def launches(self) -> int:
-        """Collectives of the step."""
-        return sum(row.count for row in self.comm)
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{amount(nbytes)} {kind}" for kind, nbytes in self.peak.items() if nbytes)
@@ -75,20 +65,8 @@ class Simulation:
         )
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "world_size": self.world_size,
-            "rank": self.rank,
-            "stage": self.stage,
-            "now": self.now,
-            "peak": self.peak,
-            "activations_bytes": self.activations_bytes,
-            "peak_bytes": self.peak_bytes,
-            "peak_unit": self.peak_unit,
-            "peak_phase": self.peak_phase,
-            "wire_elements": self.wire_elements,
-            "wire_bytes": self.wire_bytes,
-            "launches": self.launches,
-        }
+        """All but the collectives and events one by one."""
+        return {name: value for name, value in vars(self).items() if name not in ("comm", "trace")}
 
 
 def simulate(step: Step, setup: Setup, stage: int, rank: int = 0) -> Simulation:
@@ -104,7 +82,7 @@ def simulate(step: Step, setup: Setup, stage: int, rank: int = 0) -> Simulation:
         precision=_without_scale(setup.precision),
         prefetch=setup.prefetch,
         unsharded_bytes=setup.unsharded_bytes,
-        bucket_bytes=setup.bucket_bytes or Config().bucket_bytes_on("gloo" if setup.exact else "nccl", 1),
+        bucket_bytes=setup.bucket_bytes_on(1),
     )
     twin, mode = copied(step.model, setup.checkpointing == "full"), new_mode()
     plain = _optimizer(setup.optimizer, list(twin.parameters()))
@@ -146,6 +124,9 @@ def simulate(step: Step, setup: Setup, stage: int, rank: int = 0) -> Simulation:
         recorder.live_peak - resting,
         recorder.peak.nbytes,
         *recorder.peak.place,
+        seen.wire_elements,
+        seen.wire_bytes,
+        seen.launches,
         tuple(seen.comm),
         tuple(seen.trace),
     )

@@ -186,11 +186,11 @@ class Store:
         """Of all tiers in use."""
         return [ledger for tier in self.tiers.values() for ledger in tier.ledgers()]
 
-    def bytes_at(self, place: str) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes on the "host" or on "disk" by kind: (now, peak)."""
+    def bytes_at(self, place: str, others: Iterable[Ledger] = ()) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes on the "host" or on "disk" by kind, those of `others` included: (now, peak)."""
         self.settle()
         now, peak = {KIND: 0}, {KIND: 0}
-        for ledger in (ledger for ledger in self.ledgers if ledger.place == place):
+        for ledger in (ledger for ledger in (*self.ledgers, *others) if ledger.place == place):
             for kind, most in ledger.peak.items():
                 if most:
                     now[kind] = now.get(kind, 0) + ledger.now[kind]

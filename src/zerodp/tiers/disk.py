@@ -46,6 +46,7 @@ class Page:
     checksums: list[int] | None = None  # of what the file has; None: it was never written, or is being
     dirty: bool = False  # the file does not have what is in memory
     reading: bool = False
+    failed: BaseException | None = None  # why a read has not filled the slot; everybody who waits for it hears of that
     work: list[Future[Any]] = field(default_factory=list)  # requests that fill or drain the slot
     users: int = 0  # fetches, openings and a hint
     freed: bool = False
@@ -129,6 +130,7 @@ class DiskTier:
         return page
 
     def write_back(self, ticket: Page, tensor: Tensor) -> None:
+        ticket.failed = None  # its values are not needed
         self._finish(ticket)
         if ticket.slot is None:
             ticket.slot = self._memory(ticket)
@@ -137,7 +139,7 @@ class DiskTier:
 
     def fetch(self, ticket: Page, out: Tensor) -> Transfer:
         self._use(ticket)
-        if not ticket.reading:
+        if not (ticket.reading or ticket.failed):
             transfer = self.host.read(ticket.values, out)
             self._leave(ticket)
             return transfer
@@ -195,7 +197,7 @@ class DiskTier:
         self._forget_hint(page)
 
     def _load(self, page: Page) -> None:
-        page.slot = self._memory(page)
+        page.slot, page.failed = self._memory(page), None
         if page.checksums is not None:
             page.reading = True
             self.fetched_bytes += page.size
@@ -227,6 +229,8 @@ class DiskTier:
     def _finish(self, page: Page) -> None:
         """Wait for the page's requests, and let go of memory that is needed no longer."""
         if page not in self.busy:
+            if page.failed:
+                raise page.failed
             return
         del self.busy[page]
         work, page.work, reading, page.reading = page.work, [], page.reading, False
@@ -234,6 +238,7 @@ class DiskTier:
         if not errors and not reading:
             page.dirty, page.checksums = False, [one.result() for one in work]
         if errors and reading:
+            page.failed = errors[0]
             self._forget_hint(page)
         self._rest(page)
         if errors and not page.freed:

@@ -58,20 +58,8 @@ def add_parser(group: argparse._SubParsersAction[Parser]) -> None:
         metavar="NAME",
         help=f"{names} (default %(default)s)",
     )
-    parser.add_argument(
-        "--precision",
-        type=one_of(list(PRECISIONS)),
-        default="bf16",
-        metavar="DTYPE",
-        help="dtype of compute (default %(default)s)",
-    )
-    parser.add_argument(
-        "--stage",
-        type=one_of([str(stage) for stage in STAGES]),
-        default=str(max(STAGES)),
-        metavar="STAGE",
-        help="ZeRO stage: which of the states a rank has a part of (default %(default)s)",
-    )
+    parser.add_precision("bf16")
+    parser.add_stage("ZeRO stage: which of the states a rank has a part of")
     parser.add_argument(
         "--ranks",
         type=whole(1),
@@ -80,7 +68,7 @@ def add_parser(group: argparse._SubParsersAction[Parser]) -> None:
         help="ranks in all, over which the states are split (default 1)",
     )
     parser.add_argument("--sharing", type=whole(1), metavar="N", help="of them, how many share this disk (default all)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_json()
     parser.set_defaults(run=run)
 
 
@@ -131,7 +119,7 @@ def step(arguments: argparse.Namespace, sharing: int, bandwidth: float) -> dict[
     The optimizer's: the master and the moments, and the gradients where the stage shards them, read and written once. The
     parameters', where the stage shards them: read by forward and backward, written by the step.
     """
-    residency, precision = STAGES[int(arguments.stage)], PRECISIONS[arguments.precision]
+    residency, precision = STAGES[arguments.stage], PRECISIONS[arguments.precision]
     (flat,) = unit_specs([("model", arguments.params)], precision)[0].flats
     part = arguments.params * sharing / (arguments.ranks if residency.shards_optimizer else 1)
     states = flat.rest * (1 + MOMENTS[arguments.optimizer]) + (flat.gradient if residency.shards_gradients else 0)

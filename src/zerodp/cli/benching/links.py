@@ -12,7 +12,7 @@ import torch
 from ...config import PRECISIONS
 from ...planning.timeline.calibrate import calibrate
 from ...planning.timeline.machine import Link, Machine, of_json
-from ..parser import Parser, UsageError, one_of, positive
+from ..parser import Parser, UsageError, positive
 from . import ranks
 
 EPILOG = """\
@@ -31,13 +31,7 @@ def add_parser(group: argparse._SubParsersAction[Parser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ranks.add_options(parser)
-    parser.add_argument(
-        "--precision",
-        type=one_of(list(PRECISIONS)),
-        default="fp32",
-        metavar="DTYPE",
-        help="dtype on the wire and of compute (default fp32)",
-    )
+    parser.add_precision("fp32", "dtype on the wire and of compute")
     parser.add_argument(
         "--seconds",
         type=positive,
@@ -46,7 +40,7 @@ def add_parser(group: argparse._SubParsersAction[Parser]) -> None:
         help="for each single measurement, of about twenty (default 0.1)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a file for zerodp plan --links")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, the file's content")
+    parser.add_json(", the file's content")
     parser.set_defaults(run=run)
 
 

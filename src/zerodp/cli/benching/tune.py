@@ -16,17 +16,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import zerodp
 
 from ...checks import bytes_of
-from ...config import PRECISIONS, Config
+from ...config import Config
 from ...core.access import runtime_of
 from ...errors import ZeroError
-from ..parser import Parser, UsageError, function, look_up, one_of, size, whole
-from ..plan import stage_number
-from ..training.gpt import VOCABULARY
+from ..parser import Parser, UsageError, function, look_up, size, whole
+from ..training.gpt import counting, loss_of
 from ..training.settings import Settings
 from ..training.trainer import build
 from . import ranks
@@ -67,17 +65,15 @@ def add_parser(group: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--context", type=whole(2), default=256, metavar="N", help="tokens of a sample (default 256)")
     parser.add_argument("--batch", type=whole(1), default=4, metavar="N", help="samples per rank (default 4)")
-    parser.add_argument("--stage", type=stage_number, default=3, metavar="STAGE", help="ZeRO stage (default 3)")
-    parser.add_argument(
-        "--precision", type=one_of(list(PRECISIONS)), metavar="DTYPE", help="dtype of compute (default: the model's)"
-    )
+    parser.add_stage()
+    parser.add_precision(None)
     parser.add_argument(
         "--spare", metavar="BYTES", help="most that gathered units may keep between uses (default: all they take)"
     )
     parser.add_argument(
         "--steps", type=whole(1), default=5, metavar="N", help="steps of each run that count (default 5)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_json()
     parser.set_defaults(run=run)
 
 
@@ -184,10 +180,8 @@ class Tuner:
         return *zerodp.shard(model, optimizer, device=self.device, **choices), step
 
     def gpt_step(self, model: Any, optimizer: Any) -> None:
-        shape = (self.settings["batch"], self.settings["context"] + 1)
-        tokens = torch.arange(shape[0] * shape[1], device=self.device).remainder(VOCABULARY).view(shape)
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-        optimizer.backward(loss)
+        inputs, targets = counting(self.settings["batch"], self.settings["context"], self.device)
+        optimizer.backward(loss_of(model(inputs), targets))
         optimizer.step()
         optimizer.zero_grad()
 

@@ -13,6 +13,17 @@ VOCABULARY = 256  # bytes
 HEAD_WIDTH = 64
 
 
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of `logits` [batch, length, vocabulary], in fp32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def counting(batch: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [batch, length] that need no text: one byte after the other."""
+    tokens = torch.arange(batch * (length + 1), device=device).remainder(VOCABULARY).view(batch, length + 1)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 class Rotary(nn.Module):
     """Positions as rotations of queries and keys."""
 

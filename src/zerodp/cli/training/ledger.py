@@ -9,21 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import zerodp
 
 from ...config import PRECISIONS
+from ...core.arena import STATES
 from ...core.stages import STAGES, Residency
 from ...planning.automatic import free_bytes
 from ...planning.closed.states import MOMENTS, paper_bytes, policy
 from ...planning.closed.traffic import paper_elements
-from .gpt import VOCABULARY, parameter_count, shape_for
+from .gpt import counting, loss_of, parameter_count, shape_for
 from .settings import Settings
 from .trainer import build
 
 HEADROOM = 8  # bytes per parameter that a measurement may take besides: the model before it is sharded, workspace
-STATES = ("parameters", "gradients", "master", "first_moment", "second_moment", "other_state")
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ def _one_step(settings: Settings, stage: int, device: torch.device) -> tuple[int
     model, optimizer = build(settings, device, stage=stage, precision=precision, offload=None)
     stats = zerodp.stats(model)
     stats.reset()
-    tokens = torch.arange(settings.context + 1, device=device).remainder(VOCABULARY)[None]
-    optimizer.backward(F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()))
+    inputs, targets = counting(1, settings.context, device)
+    optimizer.backward(loss_of(model(inputs), targets))
     optimizer.step()
     memory, elements = stats.memory, stats.wire_elements
     states = sum(memory.now[kind] for kind in STATES)

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import zerodp
 
 from ...core.access import runtime_of
-from .gpt import GPT, shape_for
+from .gpt import GPT, loss_of, shape_for
 from .settings import Settings
 from .text import Corpus
 
@@ -153,4 +152,4 @@ class Trainer:
     def _loss(self, starts: Tensor) -> Tensor:
         inputs, targets = self.corpus.windows(starts, self.settings.context)
         logits = self.model(inputs.to(self.device))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.to(self.device).flatten())
+        return loss_of(logits, targets.to(self.device))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...core.stages import STAGES
 from ..models import Shape, of_shape
 from ..recommend import most_that_fit
 from ..setup import Setup
@@ -16,6 +17,8 @@ from .predict import predict, tokens_per_backward
 from .simulate import Timeline
 
 V100 = MACHINES["dgx-2"]
+# The last stage that leaves parameters whole on every rank, and the last of all.
+WHOLE, SHARDED = (max(n for n, row in STAGES.items() if row.shards_parameters == split) for split in (False, True))
 B8 = Shape(40, 4096, 32, 50257, 1024)  # ZeRO-Infinity's 8B
 B60 = Shape(75, 8192, 32, 50257, 1024)  # ZeRO's 60B
 B100 = Shape(125, 8192, 64, 50257, 1024)  # and its 100B
@@ -47,14 +50,14 @@ def growing_batch(devices: Sequence[int] = (64, 128, 256, 400), grows: bool = Tr
     for count in devices:
         if grows or not batch:
             setup = Setup.of({"world_size": count, "device_memory": "32GB", "precision": "fp16", **options})
-            batch = most_that_fit(of_shape(B60, setup.dtypes), setup, 2)["batch"]
-        yield count, batch, flops_per_device(B60, 2, world_size=count, batch=batch, **options)
+            batch = most_that_fit(of_shape(B60, setup.dtypes), setup, WHOLE)["batch"]
+        yield count, batch, flops_per_device(B60, WHOLE, world_size=count, batch=batch, **options)
 
 
 def hundred_billion() -> float:
     """FLOPs per second and device of 100B on 400 devices at stage 2, with 32 samples per tensor parallel group of 16."""
     options: dict[str, Any] = {"tensor_parallel": 16, "checkpointing": "full", "partition_activations": True}
-    return flops_per_device(B100, 2, world_size=400, batch=32, **options)
+    return flops_per_device(B100, WHOLE, world_size=400, batch=32, **options)
 
 
 def slowing_links(
@@ -64,7 +67,7 @@ def slowing_links(
     for factor in factors:
         machine = V100.with_bandwidth(factor)
         options: dict[str, Any] = {"world_size": devices, "batch": 2, "checkpointing": "full"}
-        second, third = (step(B8, stage, machine, **options).seconds for stage in (2, 3))
+        second, third = (step(B8, stage, machine, **options).seconds for stage in (WHOLE, SHARDED))
         yield factor, second, third
 
 
@@ -72,7 +75,7 @@ def prefetching(batches: Sequence[int] = (1, 2, 4, 8, 16), devices: int = 64) ->
     """(samples per device, seconds without prefetch, seconds with one unit ahead) of 8B at stage 3, as ZeRO-Infinity's Figure 6d."""
     for batch in batches:
         options: dict[str, Any] = {"world_size": devices, "batch": batch, "checkpointing": "full"}
-        without, ahead = (step(B8, 3, prefetch=units, **options).seconds for units in (0, 1))
+        without, ahead = (step(B8, SHARDED, prefetch=units, **options).seconds for units in (0, 1))
         yield batch, without, ahead
 
 

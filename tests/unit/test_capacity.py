@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zerodp.errors import StorageError
-from zerodp.offload import room
+from zerodp.offload import capacity
 from zerodp.planning.automatic import free_bytes
 
 GiB = 2**30
@@ -21,8 +21,8 @@ class System:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, groups: str) -> None:
         self.folder = folder
-        monkeypatch.setattr(room, "PROC", str(folder / "proc"))
-        monkeypatch.setattr(room, "CGROUPS", str(folder / "groups"))
+        monkeypatch.setattr(capacity, "PROC", str(folder / "proc"))
+        monkeypatch.setattr(capacity, "CGROUPS", str(folder / "groups"))
         self.write("proc/meminfo", f"MemTotal: {32 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\n")
         self.write("proc/self/cgroup", groups)
 
@@ -38,21 +38,21 @@ class System:
 
 def test_without_limits_what_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = System(tmp_path, monkeypatch, "0::/\n")
-    assert room.free_memory() == 8 * GiB
+    assert capacity.free_memory() == 8 * GiB
     system.group("", "max", 5 * GiB, 0)
-    assert room.free_memory() == 8 * GiB
+    assert capacity.free_memory() == 8 * GiB
 
 
 def test_a_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of files are used, but free for the asking. Offloading and the planner hear the same."""
     System(tmp_path, monkeypatch, "0::/\n").group("", str(4 * GiB), 3 * GiB, GiB)
-    assert room.free_memory() == free_bytes(torch.device("cpu")) == 2 * GiB
-    said = room.report(str(tmp_path), 3 * GiB, 0)
-    problem = room.check_room([said])
+    assert capacity.free_memory() == free_bytes(torch.device("cpu")) == 2 * GiB
+    said = capacity.report(str(tmp_path), 3 * GiB, 0)
+    problem = capacity.check_capacity([said])
     assert isinstance(problem, StorageError)
     assert f"{3 * GiB:,} bytes of host memory, of which {2 * GiB:,} are free" in str(problem)
     assert socket.gethostname() in str(problem)
-    assert room.check_room([room.report(str(tmp_path), GiB, 0)]) is None
+    assert capacity.check_capacity([capacity.report(str(tmp_path), GiB, 0)]) is None
 
 
 def test_the_least_of_the_groups_around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,9 +60,9 @@ def test_the_least_of_the_groups_around(tmp_path: Path, monkeypatch: pytest.Monk
     system.group("/jobs/mine", "max", GiB, 0)
     system.group("/jobs", str(6 * GiB), 3 * GiB, 0)
     system.group("", str(7 * GiB), GiB, 0)
-    assert room.free_memory() == 3 * GiB
+    assert capacity.free_memory() == 3 * GiB
     system.group("/jobs/mine", str(GiB), 2 * GiB, 0)  # above its limit for a moment
-    assert room.free_memory() == 0
+    assert capacity.free_memory() == 0
 
 
 def test_groups_of_the_first_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,15 +72,15 @@ def test_groups_of_the_first_version(tmp_path: Path, monkeypatch: pytest.MonkeyP
     system.write(
         "groups/memory/memory.stat", f"cache {GiB}\ntotal_inactive_file {GiB // 2}\ntotal_active_file {GiB // 2}\n"
     )
-    assert room.free_memory() == 3 * GiB
+    assert capacity.free_memory() == 3 * GiB
 
 
 def test_nobody_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "PROC", str(tmp_path))
+    monkeypatch.setattr(capacity, "PROC", str(tmp_path))
 
     def unknown(name: str) -> int:
         raise ValueError("unrecognized configuration name")
 
     monkeypatch.setattr(os, "sysconf", unknown)
-    assert room.free_memory() == -1
-    assert room.check_room([room.report(str(tmp_path), GiB, 0)]) is None
+    assert capacity.free_memory() == -1
+    assert capacity.check_capacity([capacity.report(str(tmp_path), GiB, 0)]) is None

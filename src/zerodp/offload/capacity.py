@@ -33,7 +33,7 @@ def report(folder: str, host_bytes: int, disk_bytes: int) -> list[Any]:
     return [socket.gethostname(), host_bytes, free_memory(), device, disk_bytes, disk_free, folder]
 
 
-def check_room(everyone: list[list[Any]]) -> StorageError | None:
+def check_capacity(everyone: list[list[Any]]) -> StorageError | None:
     """Whether the ranks of each machine fit into its memory and folder together, by what all of them reported."""
     for machine in dict.fromkeys(row[0] for row in everyone):
         rows = [row for row in everyone if row[0] == machine]
