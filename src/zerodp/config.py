@@ -132,7 +132,9 @@ class Offload:
         if self.fraction > 1:
             raise ConfigError(f"Offload.fraction: a share is at most 1.0, got {self.fraction!r}")
         if self.fraction < 1 and self.optimizer == "device":
-            raise ConfigError('Offload.fraction: the share of the optimizer states that leaves the device; say where to by optimizer="host" or "disk"')
+            raise ConfigError(
+                'Offload.fraction: the share of the optimizer states that leaves the device; say where to by optimizer="host" or "disk"'
+            )
         if not isinstance(self.delayed_update, bool):
             whole("Offload.delayed_update", self.delayed_update, least=1)
         if self.delayed_update and self.optimizer == "device":
@@ -147,7 +149,9 @@ class Offload:
         if self.host_bytes is not None:
             object.__setattr__(self, "host_bytes", bytes_of("Offload.host_bytes", self.host_bytes))
             if {self.optimizer, self.params, self.activations} == {"device"}:
-                raise ConfigError("Offload.host_bytes: nothing leaves the device; say what does by optimizer=, params= or activations=")
+                raise ConfigError(
+                    "Offload.host_bytes: nothing leaves the device; say what does by optimizer=, params= or activations="
+                )
 
     @property
     def moves_states(self) -> bool:

@@ -273,7 +273,10 @@ def test_settings_that_cannot_work() -> None:
         ),
         ({"fraction": 0.0}, "fraction: expected a number above 0"),
         ({"fraction": 1.5}, "a share is at most 1.0"),
-        ({"fraction": 0.5, "params": "host"}, "fraction: the share of the optimizer states that leaves the device; say"),
+        (
+            {"fraction": 0.5, "params": "host"},
+            "fraction: the share of the optimizer states that leaves the device; say",
+        ),
         ({"host_bytes": "4GB", "path": "/tmp"}, "host_bytes: nothing leaves the device; say what does by optimizer="),
         ({"optimizer": "host", "delayed_update": 0}, "delayed_update: expected a whole number of at least 1"),
         ({"params": "disk", "delayed_update": True}, "the update runs beside the next pass where"),
@@ -341,7 +344,9 @@ def test_the_room_that_is_asked_for_is_enough(precision: str, stage: int) -> Non
     report = capacity.report
     for delayed in (False, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(capacity, "report", lambda folder, host, disk: asked.append(host) or report(folder, host, disk))
+            patch.setattr(
+                capacity, "report", lambda folder, host, disk: asked.append(host) or report(folder, host, disk)
+            )
             torch.manual_seed(0)
             model: Any = Net()
             offload = Offload(optimizer="host", delayed_update=delayed)

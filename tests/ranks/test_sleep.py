@@ -17,6 +17,7 @@ from tests.limits import largest_file
 from tests.ranks.oracle import adamw, all_close, close, copied, rows, squares
 from tests.ranks.pool import on_ranks
 from tests.ranks.toys import Block, Net
+from zerodp.residual.store import store_of
 
 
 class Normed(Net):
@@ -118,7 +119,16 @@ OFFLOADED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def settled(model: Any) -> Any:
+    """The memory once nothing is on its way to a disk."""
+    for tier in (*model._zerodp.places.tiers.values(), *store_of(model._zerodp).tiers.values()):
+        while getattr(tier, "busy", None):
+            tier.ledgers()
+    return zerodp.stats(model).memory
+
+
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_what_is_offloaded_stays_or_goes_farther(name: str, stage: int) -> None:
     """What rests as far away as asked for stays; the rest goes there, and the bits are the same."""
@@ -129,18 +139,18 @@ def test_what_is_offloaded_stays_or_goes_farther(name: str, stage: int) -> None:
 
     def nap(model: Any, optimizer: Any) -> None:
         model._zerodp.reducer.drain()
-        before, text = zerodp.stats(model).memory, zerodp.describe(model)
+        before, text = settled(model), zerodp.describe(model)
         zerodp.sleep(model, optimizer, to)
         assert device_bytes(model) == 0
-        memory = zerodp.stats(model).memory
+        memory = settled(model)
         kinds = ("master", "gradients", "first_moment", "second_moment")
-        if to == "disk":  # but for scalars nothing is left in memory
+        if to == "disk" and not before.disk.get("master"):  # whose buffers may hold something
             assert not any(memory.host.get(kind) for kind in kinds)
         held = [{kind: place.get(kind, 0) for kind in kinds} for place in (memory.host, memory.disk)]
         assert all(held[1][kind] >= before.disk.get(kind, 0) for kind in kinds)
         assert all(sum(place[kind] for place in held) >= before.now[kind] + before.host.get(kind, 0) for kind in kinds)
         zerodp.wake(model)
-        after = zerodp.stats(model).memory
+        after = settled(model)
         assert {**after.now, "unsharded": 0} == {**before.now, "unsharded": 0}
         assert [after.host.get(kind, 0) for kind in kinds] == [before.host.get(kind, 0) for kind in kinds]
         assert zerodp.describe(model).splitlines()[:5] == text.splitlines()[:5]
@@ -216,6 +226,7 @@ def unscaled(optimizer: Any, loss: Tensor) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("rest", ["device", "host", "disk"])
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_every_use_is_told(place: str, rest: str, stage: int) -> None:

@@ -378,9 +378,7 @@ class Unit:
     def _look_for_edits(self) -> None:
         if self.visible and self.versions and self.versions != (now := self._versions()):
             names = [name for flat in self.flats for name in flat.names]
-            self.runtime.edited = next(
-                n for n, old, new in zip(names, self.versions, now, strict=True) if old != new
-            )
+            self.runtime.edited = next(n for n, old, new in zip(names, self.versions, now, strict=True) if old != new)
 
     def hide(self) -> None:
         """Trap uses again; the page stays."""

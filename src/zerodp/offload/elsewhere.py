@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..core.parameter import trapped
 from ..tiers import ARRIVED, Tier, Transfer
-from .placeholders import DiskPlaceholder, disk_placeholder, hole, is_placeholder
 from .home import GRADIENT, LEDGER, MASTER, STATES, Home, is_elementwise, moment_kind, multiply, spans_of
+from .placeholders import DiskPlaceholder, disk_placeholder, hole, is_placeholder
 from .source import Source
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class Elsewhere(Home):
         self.tickets: dict[str, Any] = {}  # by name: master, gradient, and the optimizer's own keys
         self.opened: dict[str, Any] = {}
         self.shown: dict[str, Tensor] = {}
-        self.users, self.changed, self.writes = 0, set[str](), 0
+        self.users, self.changed = 0, set[str]()
+        self.writes = self.seen_version = 0  # of a master that is not live
         self.reader: Delay | None = None  # an update beside training that reads the gradient
         # What the gradient on disk is still to be multiplied by, one after the other: (factor, where).
         self.factors: list[tuple[float, list[slice] | None]] = []
@@ -237,7 +238,9 @@ class Elsewhere(Home):
 
     def end(self, changed: tuple[str, ...]) -> None:
         self.changed.update(changed)
-        self.writes += MASTER in changed
+        if MASTER in self.shown and not self.live:
+            self.writes += self.shown[MASTER]._version - self.seen_version
+            self.seen_version = self.shown[MASTER]._version
         self.users -= 1
         if self.users or self.live:
             return
@@ -264,6 +267,7 @@ class Elsewhere(Home):
     def _show(self, name: str) -> None:
         tensor = self.shown[name] = self.opened[name].wait()
         if name == MASTER:
+            self.seen_version = tensor._version
             if self.flat.master:
                 self._show_master(tensor)
         elif name == GRADIENT:
