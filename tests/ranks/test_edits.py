@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -112,3 +114,64 @@ def test_edits_inside_full_params_are_no_such_edits(stage: int) -> None:
     assert bool((model.state_dict()["blocks.0.a.bias"] == 0.5).all())
     squares(model, x).backward()
     optimizer.step()
+
+
+@on_ranks(2)
+def test_forwards_inside_full_params_need_not_match(stage: int) -> None:
+    """With gradients either; what trains afterwards is the same."""
+    found = []
+    for extra in (False, True):
+        torch.manual_seed(0)
+        model: Any = Net()
+        model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[Block])
+        for step in range(3):
+            with zerodp.full_params(model):
+                for _ in range(dist.get_rank() * extra):
+                    model(rows(3)(9, 0, 0))
+            squares(model, rows(3)(step, 0, dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(copied(dict(model.state_dict())))
+    all_close("trained", found[1], found[0])
+
+
+@on_ranks(2)
+def test_a_step_inside_full_params_is_refused(stage: int) -> None:
+    model: Any = Net()
+    model, optimizer = zerodp.shard(model, adamw(model), stage=stage)
+    squares(model, rows(3)(0, 0, 0)).backward()
+    for write in (False, True):
+        with (
+            zerodp.full_params(model, write=write),
+            pytest.raises(zerodp.ShardedError, match=r"step\(\) inside full_params"),
+        ):
+            optimizer.step()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_wrong_arguments_of_the_optimizer() -> None:
+    model: Any = Net()
+    model, optimizer = zerodp.shard(model, adamw(model))
+    for norm in ("x", None, -1.0, float("nan")):
+        with pytest.raises(zerodp.ConfigError, match="max_norm must be a number of at least 0"):
+            optimizer.clip_grad_norm_(norm)
+    with pytest.raises(zerodp.ConfigError, match="norm_type must be above 0"):
+        optimizer.clip_grad_norm_(1.0, "x")
+    with pytest.raises(zerodp.CheckpointError, match="expected a dict with 'state' and 'param_groups'"):
+        optimizer.load_state_dict(5)
+    with pytest.raises(zerodp.ShardedError, match="pickling of a sharded optimizer"):
+        pickle.dumps(optimizer)
+
+
+@on_ranks(2)
+def test_parameters_over_the_same_memory_are_refused() -> None:
+    """Tied by `.data`; parts of one memory that do not overlap are fine."""
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(zerodp.ConfigError, match=r"'0.weight' and '1.weight' are different Parameters over the same"):
+        zerodp.shard(model, adamw(model))
+    memory = torch.randn(18)
+    for number in range(2):
+        model[number].weight = nn.Parameter(memory[9 * number : 9 * number + 9].view(3, 3))
+    zerodp.shard(model, adamw(model))

@@ -136,10 +136,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Scale the gradients down to a global norm of at most `max_norm`, and return the norm before (a collective).
 
         Raises:
-            ConfigError: a norm type that is not above 0.
+            ConfigError: a norm type that is not above 0, or a norm below 0.
         """
-        if not norm_type > 0:
+        if not (isinstance(norm_type, (int, float)) and norm_type > 0):
             raise ConfigError(f"clip_grad_norm_: norm_type must be above 0 (1, 2, 3, inf, ...), got {norm_type!r}")
+        if not (isinstance(max_norm, (int, float, Tensor)) and float(max_norm) >= 0):
+            raise ConfigError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm!r}")
         engine = self._zerodp
         engine.runtime.settle(Kind.CLIP)
         total = norms.total_norm(engine, float(norm_type))
@@ -163,6 +165,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._opt_called = True  # what LR schedulers look at
         runtime = engine.runtime
+        if any(unit.opened for unit in runtime.units):
+            raise ShardedError(
+                "optimizer.step() inside full_params(): leave it first, or what it has whole would replace the new values"
+            )
         if engine.scaler.active and runtime.unscaled_backwards and engine.grad_scaler is None:
             runtime.unscaled_backwards = 0
             raise ShardedError("fp16 needs a scaled loss: call optimizer.backward(loss) instead of loss.backward()")
@@ -211,6 +217,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardedError("deepcopy of a sharded optimizer: use optimizer.state_dict() instead")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardedError("pickling of a sharded optimizer: save optimizer.state_dict() instead")
 
     # ---- inside
 

@@ -152,9 +152,9 @@ class Runtime:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         self.pager.finish(current)
         self.passes.remove(current)
-        if current.key[2]:
+        if current.key[2] and not self.open:
             self.forwards = [*self.forwards[-7:], (current.key, current.uses)]
-        if not (self.open and not current.key[2]):
+        if not self.open:  # inside full_params forward passes need not match those of other ranks
             self.control.post(Kind.FORWARD, current)
         self._refuse_edits()
 
