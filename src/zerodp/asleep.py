@@ -1,8 +1,8 @@
 """Sleep and wake: everything that a sharded model and its optimizer hold on the device goes to a tier, and comes back.
 
 What stays (masters, whole parameters and gradients, optimizer states, buffers) keeps its tensors: their storages are emptied
-and filled again, so that views of them stay views. What is in a slot of the arena is given back, and gets another one. Knows
-memory; what it means is the business of those who use it, who are told to wait.
+and filled again, so that views of them stay views. What is in a slot of an arena is given back, and gets another one. What rests as
+far away as asked for, or farther, stays there. Knows memory; what it means is the business of those who use it, who are told to wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import Offload
+from .config import PLACES, Offload
 from .core.access import runtime_of
 from .core.arena import Slot
 from .core.control import Kind
@@ -22,22 +22,24 @@ from .core.local import local_of
 from .core.runtime import Runtime
 from .core.unit import Flat
 from .errors import ConfigError, ShardedError, StorageError
-from .offload.home import Home, is_elementwise, moment_kind
+from .offload.elsewhere import Elsewhere
+from .offload.home import LEDGER, Home, is_elementwise, moment_kind
 from .offload.sleeping import trapped
+from .offload.source import Kept as KeptSource
 from .residual.store import store_of
 from .tiers import Tier
 from .tiers.disk import DiskTier
 from .tiers.host import HostTier
 
 NOTHING = torch.empty(0)  # stands in a list for what is away
-PLACES = ("host", "disk")
 
 
 def sleep(model: nn.Module, optimizer: Any = None, to: str = "host", path: str | None = None) -> None:
     """Move all that the sharded model and its optimizer hold on the device off it, until `zerodp.wake` (a collective).
 
     Whole parameters, masters, gradients, those that wait under `no_sync()` too, optimizer states, buffers, and the arena's idle
-    memory. Tensors stay the same objects and views of them stay views, but for gradients that were handed out by `local_shards`.
+    memory. What is offloaded already stays where it is; only `to="disk"` moves what rests in host memory, too. Tensors stay the same
+    objects and views of them stay views, but for gradients, and for masters moved from host memory, that `local_shards` handed out.
     Until `wake` every use of the model, of its buffers and of its optimizer raises `ShardedError`; `stats` and `describe` work.
 
     Args:
@@ -101,8 +103,8 @@ def wake(model: nn.Module) -> None:
 
 
 def _tier(to: str, path: str | None, device: torch.device) -> Tier:
-    if to not in PLACES:
-        raise ConfigError(f"sleep: to must be one of {', '.join(map(repr, PLACES))}, got {to!r}")
+    if to not in PLACES[1:]:
+        raise ConfigError(f"sleep: to must be one of {', '.join(map(repr, PLACES[1:]))}, got {to!r}")
     if path is not None and to != "disk":
         raise ConfigError('sleep: path is the folder of to="disk"')
     return HostTier(device) if to == "host" else DiskTier(Offload(path=path).path, device)
@@ -122,9 +124,9 @@ class Kept:
     def __post_init__(self) -> None:
         self.nbytes = self.storage.nbytes()
 
-    def bytes(self, device: torch.device) -> Tensor:
+    def bytes(self) -> Tensor:
         with torch.inference_mode(False):
-            return torch.empty(0, dtype=torch.uint8, device=device).set_(self.storage)
+            return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
 @dataclass
@@ -167,15 +169,40 @@ class Moved:
             flat.grad_slot, flat.grad = slot, flat._divided(slot.tensor)
 
 
+@dataclass
+class Rested:
+    """What a ticket of the host tier stands for, a home's or a source's, while it is on disk."""
+
+    owner: Elsewhere | KeptSource
+    name: str
+    numel: int = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    back: Any = None  # the ticket that it gets
+    ticket: Any = None
+
+    def __post_init__(self) -> None:
+        self.numel, self.dtype = self.values.numel(), self.values.dtype
+
+    @property
+    def values(self) -> Tensor:
+        return self.owner.tier.open(self.owner.resting()[self.name]).wait()
+
+    @property
+    def kind(self) -> str:
+        return LEDGER.get(self.name, "parameters")
+
+
 class Asleep:
     """What one rank has put away. message: what a use of the model is told."""
 
     def __init__(self, runtime: Runtime, model: nn.Module, to: str) -> None:
         self.runtime, self.model, self.arena = runtime, model, runtime.arena
+        self.nearer = PLACES[: PLACES.index(to)] if to in PLACES else ()  # where nothing is to rest meanwhile
         self.message = f"the model is asleep, its values are {'in host memory' if to == 'host' else 'on disk'} (zerodp.sleep): zerodp.wake(model) brings them back"
         self.tier: Tier | None = None
         self.kept: list[Kept] = []
         self.moved: list[Moved] = []
+        self.rested: list[Rested] = []
         self.traps: list[tuple[Tensor, type]] = []
 
     # ---- there
@@ -186,11 +213,14 @@ class Asleep:
         self._rest()
         self.kept = list(self._storages())
         self.moved = list(self._slots())
+        self.rested = list(self._tickets())
         for one in self.kept:
-            one.ticket = tier.put(one.bytes(self.arena.device), one.kind, one.label)
+            one.ticket = tier.put(one.bytes(), one.kind, one.label)
         for other in self.moved:
             assert other.slot is not None
             other.ticket = tier.put(other.slot.tensor, other.kind, other.flat.unit.name)
+        for third in self.rested:
+            third.ticket = tier.put(third.values, third.kind)
 
     def begin(self) -> None:
         """Let go of it."""
@@ -204,6 +234,10 @@ class Asleep:
             self.arena.give(other.leave())
         self.arena.settle()
         self.arena.drop_idle()
+        for third in self.rested:
+            third.owner.leave(third.name)
+        if self.rested:
+            self.runtime.places.host.close()  # its idle memory goes; it can be used again
         if self.arena.device.type != "cpu":
             torch.accelerator.empty_cache()
         for tensor in self._seen():
@@ -230,11 +264,16 @@ class Asleep:
             self.tier.ahead(one.ticket)
         for one in self.kept:
             one.storage.resize_(one.nbytes)
-            self.tier.fetch(one.ticket, one.bytes(self.arena.device)).wait()
+            self.tier.fetch(one.ticket, one.bytes()).wait()
         for other in self.moved:
             if other.slot is None:
                 other.slot = self.arena.take(other.numel, other.dtype, other.kind, other.flat.unit.name)
             self.tier.fetch(other.ticket, other.slot.tensor).wait()
+        for third in self.rested:
+            home = third.owner.tier
+            if third.back is None:
+                third.back = home.reserve(third.numel, third.dtype, third.kind)
+            self.tier.fetch(third.ticket, home.open(third.back).wait()).wait()
 
     def end(self) -> None:
         """The model has it again."""
@@ -245,7 +284,10 @@ class Asleep:
             other.settle()
         for tensor, cls in self.traps:
             tensor.__class__ = cls
+        for third in self.rested:
+            third.owner.come_back(third.name, third.back)
         self.runtime.lending.asleep = None
+        self.runtime.lending.note()  # other tensors are no edits
         assert self.tier is not None
         del store_of(self.runtime).tiers["asleep"]
         self.tier.close()
@@ -260,6 +302,9 @@ class Asleep:
             runtime.pager.let_go(unit)
         for flat in runtime.flats():
             flat.wait()
+            for home in flat.homes:
+                home.source.arrive()
+                home.arrive()
         store_of(runtime).settle()
 
     def _storages(self) -> Iterator[Kept]:
@@ -274,7 +319,7 @@ class Asleep:
             if new(storage):
                 yield Kept(storage, kind, "", counted=True)
         for segment, key, value in self._states():
-            if new(value.untyped_storage()):
+            if self._goes(segment, value) and new(value.untyped_storage()):
                 kind = moment_kind(key) if is_elementwise(value, segment) else "other_state"
                 yield Kept(value.untyped_storage(), kind, segment.full_name, counted=False)
         for buffer in self._buffers():
@@ -291,14 +336,24 @@ class Asleep:
                 if home.place == "device" and home.slot is not None:
                     yield Moved(flat, home.slot, "gradients", home)
 
+    def _tickets(self) -> Iterator[Rested]:
+        for home in (home for flat in self.runtime.flats() for home in flat.homes):
+            for owner in (home, home.source):
+                if isinstance(owner, (Elsewhere, KeptSource)) and owner.place in self.nearer:
+                    yield from (Rested(owner, name) for name in owner.resting())
+
     def _states(self) -> Iterator[tuple[Any, str, Tensor]]:
-        """The optimizer's tensors on the device; scalars stay."""
+        """The optimizer's tensors; scalars stay."""
         optimizer = self.runtime.optimizer
         for segment, state in optimizer.state.items() if optimizer is not None else ():
-            if segment.flat.homes[segment.segment.piece].place == "device":
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim() and value.device == self.arena.device:
-                        yield segment, key, value
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    yield segment, key, value
+
+    def _goes(self, segment: Any, value: Tensor) -> bool:
+        """Whether an optimizer's tensor rests too near, and where its segment's states do."""
+        home = segment.flat.homes[segment.segment.piece]
+        return home.place in self.nearer and value.device == home.arena.device
 
     def _buffers(self) -> Iterator[Tensor]:
         for module in self.model.modules():
@@ -307,11 +362,9 @@ class Asleep:
                     yield buffer
 
     def _seen(self) -> Iterator[Tensor]:
-        """Tensors that the user may have, other than parameters, which guard themselves."""
+        """Tensors that the user may have, other than parameters, which guard themselves. The optimizer's rest wherever they do."""
         emptied = {one.storage._cdata for one in self.kept}
         found = [*(self.runtime.optimizer._zerodp if self.runtime.optimizer is not None else ())]
         found += [value for _, _, value in self._states()]
-        found += self._buffers()
-        for tensor in {id(one): one for one in found}.values():
-            if local_of(tensor).untyped_storage()._cdata in emptied:
-                yield tensor
+        found += [one for one in self._buffers() if local_of(one).untyped_storage()._cdata in emptied]
+        yield from {id(one): one for one in found}.values()

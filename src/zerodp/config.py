@@ -101,7 +101,7 @@ class Offload:
         params: what gathers copy this rank's part of the parameters from, in the dtype of compute; in stage 3.
         activations: where the inputs of checkpointed blocks rest: ``"device"``, ``"host"`` or ``"disk"``.
         path: folder for the file of ``"disk"``; ``None`` = the system's folder for temporary files.
-        delayed_update: the optimizer on the host updates beside the next forward and backward pass, which still compute with the parameters
+        delayed_update: what rests off the device is updated beside the next forward and backward pass, which still compute with the parameters
             before it. ``True`` = after 40 ordinary steps; a number = after so many.
         fraction: the share of the elements whose optimizer states leave the device, above 0 and at most 1.
         host_bytes: host memory that may be filled, in bytes (int or text such as ``"4GB"``); the rest goes to disk. ``None`` = of model
@@ -137,10 +137,10 @@ class Offload:
             )
         if not isinstance(self.delayed_update, bool):
             whole("Offload.delayed_update", self.delayed_update, least=1)
-        if self.delayed_update and (self.optimizer != "host" or self.host_bytes is not None):
+        if self.delayed_update and self.optimizer == "device":
             raise ConfigError(
-                'Offload.delayed_update: the update runs beside the next pass where the optimizer rests on the host, optimizer="host" without '
-                "host_bytes=; to and from disk the step's own transfers overlap already"
+                "Offload.delayed_update: the update runs beside the next pass where the optimizer rests off the device: "
+                'optimizer="host" or "disk"'
             )
         if self.path is not None:
             if not isinstance(self.path, (str, os.PathLike)):

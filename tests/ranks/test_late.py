@@ -7,7 +7,8 @@ import pytest
 from tests.late import LateTier
 from tests.ranks.oracle import all_close, close
 from tests.ranks.pool import on_ranks
-from tests.ranks.test_offload import Story, delayed, delayed_oracle, told
+from tests.ranks.test_offload import DELAYED, Story, delayed, delayed_oracle, told
+from tests.ranks.test_offload_cases import scaled
 from zerodp import Offload
 from zerodp.offload.elsewhere import Elsewhere
 
@@ -15,6 +16,7 @@ from zerodp.offload.elsewhere import Elsewhere
 def late(patch: pytest.MonkeyPatch) -> None:
     """From here on model states in host memory are as far from the device as on an accelerator."""
     patch.setattr("zerodp.offload.places.HostTier", LateTier)
+    patch.setattr("zerodp.tiers.disk.HostTier", LateTier)
     patch.setattr(Elsewhere, "sums_in_place", False)
 
 
@@ -38,12 +40,13 @@ def test_the_same_bits(name: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("place", DELAYED)
 @pytest.mark.parametrize("looks", [False, True])
-def test_a_delayed_update(looks: bool) -> None:
+def test_a_delayed_update(looks: bool, place: str) -> None:
     for stage in (1, 3):
         with pytest.MonkeyPatch.context() as patch:
             late(patch)
-            mine = delayed(5, 2, looks, stage=stage)
+            mine = delayed(place, 5, 2, looks, stage=stage)
         for number, (one, other) in enumerate(zip(mine, delayed_oracle(5, 2), strict=True)):
             all_close(f"step {number}:", one, other)
 
@@ -59,3 +62,17 @@ def test_gradients_are_there_when_they_are_read() -> None:
             seen.append([one.grad.clone() for one in story.optimizer.param_groups[0]["params"]])
     for mine, theirs in zip(*seen, strict=True):
         close("gradient", mine, theirs)
+
+
+@on_ranks(2)
+def test_grad_scaler() -> None:
+    """Gradients are unscaled where they rest, when they are there."""
+    found = []
+    for late_copies, settings in ((False, {}), (True, {"optimizer": "host"}), (True, {"optimizer": "disk"})):
+        with pytest.MonkeyPatch.context() as patch:
+            if late_copies:
+                late(patch)
+            story = Story(Offload(**settings), stage=2)
+            found.append(scaled(story.model, story.optimizer, explicit=False))
+    for one in found[1:]:
+        all_close("scaled", dict(enumerate(one)), dict(enumerate(found[0])))

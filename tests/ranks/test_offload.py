@@ -313,14 +313,22 @@ def test_a_model_without_optimizer() -> None:
 # ---- the delayed update
 
 
-def delayed(steps: int, warm_up: int, looks: bool, **options: Any) -> list[dict[str, Tensor]]:
+DELAYED: dict[str, dict[str, Any]] = {
+    "host": {"optimizer": "host"},
+    "disk": {"optimizer": "disk"},
+    "host and disk": {"optimizer": "host", "host_bytes": 9000},
+}
+delays = pytest.mark.parametrize("place", DELAYED)
+
+
+def delayed(place: str, steps: int, warm_up: int, looks: bool, **options: Any) -> list[dict[str, Tensor]]:
     """What each forward computed with, and at the end the masters."""
     torch.manual_seed(0)
     model = Net()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     model, optimizer = zerodp.shard(
-        model, optimizer, **blocks(offload=Offload(optimizer="host", delayed_update=warm_up), **options)
+        model, optimizer, **blocks(offload=Offload(delayed_update=warm_up, **DELAYED[place]), **options)
     )
     seen = []
     for step in range(steps):
@@ -333,7 +341,7 @@ def delayed(steps: int, warm_up: int, looks: bool, **options: Any) -> list[dict[
         if looks:  # which changes nothing
             optimizer.state_dict()
             zerodp.full_grads(model)
-            assert zerodp.stats(model).memory.host["master"]
+            assert zerodp.stats(model).memory.host.get("master") or place == "disk"
             model.state_dict()
             list(zerodp.local_shards(model))
         optimizer.zero_grad()
@@ -369,17 +377,40 @@ def delayed_oracle(steps: int, warm_up: int) -> list[dict[str, Tensor]]:
 
 
 @on_ranks(2)
+@delays
 @pytest.mark.parametrize("looks", [False, True])
-def test_a_delayed_update_is_one_step_behind(looks: bool, stage: int) -> None:
+def test_a_delayed_update_is_one_step_behind(looks: bool, place: str, stage: int) -> None:
     """And nothing else: equal to plain torch, bitwise, whoever looks at the states in between."""
-    for number, (mine, theirs) in enumerate(zip(delayed(7, 2, looks, stage=stage), delayed_oracle(7, 2), strict=True)):
+    found = delayed(place, 7, 2, looks, stage=stage)
+    for number, (mine, theirs) in enumerate(zip(found, delayed_oracle(7, 2), strict=True)):
         all_close(f"step {number}:", mine, theirs)
 
 
 @on_ranks(2)
-def test_a_delayed_update_ends_before_states_change(stage: int) -> None:
+def test_a_delayed_update_is_the_same_on_every_tier(stage: int) -> None:
+    """Also of gradients that are cast, scaled, clipped, added up or thrown away, and with parameters elsewhere."""
+    for precision, micro, max_norm in (
+        (Precision(torch.bfloat16), (True,), 0.5),
+        (Precision(torch.bfloat16, grad_dtype=torch.bfloat16), (False, True), 0.05),
+        (Precision(torch.float16, grad_dtype=torch.float16, init_scale=2**9), (True, True), None),
+    ):
+        task = Task(Net, rows(3), optimizer=adamw, micro=micro, max_norm=max_norm, steps=6, brief=True)
+        options = blocks(stage=stage, precision=precision)
+        first, *others = (
+            run(task, offload=Offload(delayed_update=1, **settings), **options) for settings in DELAYED.values()
+        )
+        for other in others:
+            same(other, first)
+        if stage == 3:
+            offload = Offload(optimizer="disk", params="disk", delayed_update=1)
+            same(run(task, offload=offload, **options), first)
+
+
+@on_ranks(2)
+@delays
+def test_a_delayed_update_ends_before_states_change(place: str, stage: int) -> None:
     """Edits, loads and the way back to plain torch come on top of it."""
-    first, second = Story(Offload(optimizer="host", delayed_update=1), stage=stage), Story(Offload(), stage=stage)
+    first, second = Story(Offload(delayed_update=1, **DELAYED[place]), stage=stage), Story(Offload(), stage=stage)
     for story in (first, second):
         story.step()
         story.step()  # the first one's runs beside what comes
@@ -397,10 +428,11 @@ def test_a_delayed_update_ends_before_states_change(stage: int) -> None:
 
 
 @on_ranks(2)
-def test_a_delayed_update_with_fraction_and_skipped_steps() -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_a_delayed_update_with_fraction_and_skipped_steps(place: str) -> None:
     """What stays on the device is not delayed; a step that is skipped for an overflow still brings the last one's update."""
     precision = Precision(torch.float16, init_scale=2.0**8)
-    offload = Offload(optimizer="host", delayed_update=1, fraction=0.5)
+    offload = Offload(optimizer=place, delayed_update=1, fraction=0.5)
     story = Story(offload, stage=2, precision=precision)
     story.step()
     story.step()

@@ -17,6 +17,7 @@ from tests.limits import largest_file
 from tests.ranks.oracle import adamw, all_close, close, copied, rows, squares
 from tests.ranks.pool import on_ranks
 from tests.ranks.toys import Block, Net
+from zerodp.residual.store import store_of
 
 
 class Normed(Net):
@@ -106,6 +107,57 @@ def test_results_are_those_without_it(to: str, precision: Any, options: Any, sta
     assert os.listdir(tmp_path) == []
 
 
+OFFLOADED: dict[str, tuple[str, dict[str, Any]]] = {
+    "host to host": ("host", {"optimizer": "host"}),
+    "host to disk": ("disk", {"optimizer": "host", "params": "host"}),
+    "disk to host": ("host", {"optimizer": "disk"}),
+    "disk to disk": ("disk", {"optimizer": "disk", "params": "disk"}),
+    "device, host and disk to host": ("host", {"optimizer": "host", "fraction": 0.7, "host_bytes": 5000}),
+    "device, host and disk to disk": ("disk", {"optimizer": "host", "fraction": 0.7, "host_bytes": 5000}),
+    "parameters on the host to disk": ("disk", {"params": "host"}),
+    "delayed to disk": ("disk", {"optimizer": "host", "delayed_update": 1}),
+}
+
+
+def settled(model: Any) -> Any:
+    """The memory once nothing is on its way to a disk."""
+    for tier in (*model._zerodp.places.tiers.values(), *store_of(model._zerodp).tiers.values()):
+        while getattr(tier, "busy", None):
+            tier.ledgers()
+    return zerodp.stats(model).memory
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_what_is_offloaded_stays_or_goes_farther(name: str, stage: int) -> None:
+    """What rests as far away as asked for stays; the rest goes there, and the bits are the same."""
+    to, settings = OFFLOADED[name]
+    if stage < 3:
+        settings = {key: value for key, value in settings.items() if key != "params"}
+    options: dict[str, Any] = {"precision": "bf16", "bucket_bytes": 700, "offload": zerodp.Offload(**settings)}
+
+    def nap(model: Any, optimizer: Any) -> None:
+        model._zerodp.reducer.drain()
+        before, text = settled(model), zerodp.describe(model)
+        zerodp.sleep(model, optimizer, to)
+        assert device_bytes(model) == 0
+        memory = settled(model)
+        kinds = ("master", "gradients", "first_moment", "second_moment")
+        if to == "disk" and not before.disk.get("master"):  # whose buffers may hold something
+            assert not any(memory.host.get(kind) for kind in kinds)
+        held = [{kind: place.get(kind, 0) for kind in kinds} for place in (memory.host, memory.disk)]
+        assert all(held[1][kind] >= before.disk.get(kind, 0) for kind in kinds)
+        assert all(sum(place[kind] for place in held) >= before.now[kind] + before.host.get(kind, 0) for kind in kinds)
+        zerodp.wake(model)
+        after = settled(model)
+        assert {**after.now, "unsharded": 0} == {**before.now, "unsharded": 0}
+        assert [after.host.get(kind, 0) for kind in kinds] == [before.host.get(kind, 0) for kind in kinds]
+        assert zerodp.describe(model).splitlines()[:5] == text.splitlines()[:5]
+
+    all_close("trained", train(nap, stage, **options), train(lambda *_: None, stage, **options))
+
+
 @on_ranks(2)
 def test_tensors_stay_the_same_and_views_stay_views(stage: int) -> None:
     model, optimizer = sharded(stage)
@@ -174,9 +226,12 @@ def unscaled(optimizer: Any, loss: Tensor) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("rest", ["device", "host", "disk"])
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_every_use_is_told(place: str, stage: int) -> None:
-    model, optimizer = sharded(stage)
+def test_every_use_is_told(place: str, rest: str, stage: int) -> None:
+    """Wherever the optimizer's states rest."""
+    model, optimizer = sharded(stage, offload=zerodp.Offload(optimizer=rest))
     backward(model, 0)
     optimizer.step()
     backward(model, 1)

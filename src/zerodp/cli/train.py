@@ -68,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         nargs="?",
         const=DELAYED_AFTER,
         metavar="N",
-        help=f"with --offload host: after N steps ({DELAYED_AFTER}) the update runs beside the next pass (default never)",
+        help=f"with --offload host or disk: after N steps ({DELAYED_AFTER}) the update runs beside the next pass (default never)",
     )
     add(group, "ranks", whole(1), "worker processes on this machine, unless torchrun started this one", "N")
     add(group, "threads", whole(1), "torch threads per rank", "N")

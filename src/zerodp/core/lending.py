@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..errors import ShardedError
 from .control import Control, Kind
 
@@ -51,8 +49,8 @@ class Lending:
                 self.runtime.changed()
 
     def begin_forward(self) -> None:
-        """Forwards without gradients inside `full_params` need not match those of other ranks, so they ask nobody."""
-        if not self.runtime.open or torch.is_grad_enabled():
+        """Forwards inside `full_params` need not match those of other ranks, so they ask nobody."""
+        if not self.runtime.open:
             self.take_back()
 
     def note(self) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, ShardedError
 from ..offload.home import Home
+from ..offload.unscaling import stand_in
 from . import norms, optimizer_state
 from .control import Control, Kind
 from .layout import Segment
@@ -44,9 +45,10 @@ class SegmentParameter(nn.Parameter):
         self.engine.runtime.reducer.drain()
         if self.flat.grad is None:
             return None
-        if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
-            self.engine.require_gradients_here()
-        self.flat.homes[self.segment.piece].arrive()
+        home = self.flat.homes[self.segment.piece]
+        if not home.gradient_is_here and isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
+            return stand_in(self)
+        home.arrive()
         return norms.part(self.flat, self.segment)
 
     @grad.setter
@@ -92,22 +94,6 @@ class Engine:
             flat.optimized = True
         return self.segments[(flat, index)]
 
-    def require_gradients_here(self) -> None:
-        """As they rest on all ranks, whichever of them this one has.
-
-        Raises:
-            ShardedError: a `torch.amp.GradScaler` cannot read them: it copies its scale to host memory, and does not wait for it.
-        """
-        runtime = self.runtime
-        for home in (home for flat in runtime.flats() if flat.optimized for home in flat.homes):
-            away = home.flat.residency.shards_gradients and home.arena.device.type != runtime.arena.device.type
-            if away or not home.live:
-                raise ShardedError(
-                    "torch.amp.GradScaler looks at all gradients at one time, and some rest "
-                    f"{'in host memory' if home.live else 'on disk'}: use precision='fp16' with optimizer.backward(loss), which looks at them "
-                    "piece by piece"
-                )
-
     def __iter__(self) -> Iterator[SegmentParameter]:
         return (segment for segments in self.segments.values() for segment in segments)
 
@@ -150,10 +136,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Scale the gradients down to a global norm of at most `max_norm`, and return the norm before (a collective).
 
         Raises:
-            ConfigError: a norm type that is not above 0.
+            ConfigError: a norm type that is not above 0, or a norm below 0.
         """
-        if not norm_type > 0:
+        if not (isinstance(norm_type, (int, float)) and norm_type > 0):
             raise ConfigError(f"clip_grad_norm_: norm_type must be above 0 (1, 2, 3, inf, ...), got {norm_type!r}")
+        if not (isinstance(max_norm, (int, float, Tensor)) and float(max_norm) >= 0):
+            raise ConfigError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm!r}")
         engine = self._zerodp
         engine.runtime.settle(Kind.CLIP)
         total = norms.total_norm(engine, float(norm_type))
@@ -177,6 +165,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._opt_called = True  # what LR schedulers look at
         runtime = engine.runtime
+        if any(unit.opened for unit in runtime.units):
+            raise ShardedError(
+                "optimizer.step() inside full_params(): leave it first, or what it has whole would replace the new values"
+            )
         if engine.scaler.active and runtime.unscaled_backwards and engine.grad_scaler is None:
             runtime.unscaled_backwards = 0
             raise ShardedError("fp16 needs a scaled loss: call optimizer.backward(loss) instead of loss.backward()")
@@ -226,6 +218,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardedError("deepcopy of a sharded optimizer: use optimizer.state_dict() instead")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardedError("pickling of a sharded optimizer: save optimizer.state_dict() instead")
+
     # ---- inside
 
     def _members(self, parameters: list[Any]) -> list[tuple[Flat, int]]:
@@ -263,11 +258,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """GradScaler asks this just before it decides alone whether to step: the moment to let all ranks decide alike.
 
-        See docs/design/optimizer.md, "GradScaler".
+        See docs/design/engine.md, "GradScaler".
         """
         scaler = sys._getframe(1).f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
-            self._zerodp.require_gradients_here()
             self._zerodp.grad_scaler = scaler
             if scaler._per_optimizer_states[id(self)]["stage"].name == "READY":
                 scaler.unscale_(self)

@@ -204,7 +204,7 @@ def _cast(key: str, value: Any, segment: SegmentParameter) -> Any:
 def _named(optimizer: ShardedOptimizer, given: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Groups and states by parameter name, whether `given` names parameters or numbers them as plain torch does."""
     members = optimizer._zerodp.members
-    groups, state = given.get("param_groups"), given.get("state")
+    groups, state = (given.get("param_groups"), given.get("state")) if isinstance(given, dict) else (None, None)
     if not isinstance(groups, list) or not isinstance(state, dict):
         raise CheckpointError("load_state_dict of an optimizer: expected a dict with 'state' and 'param_groups'")
     if len(groups) != len(members):

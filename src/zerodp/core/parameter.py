@@ -91,7 +91,7 @@ class Trap:
         kwargs = kwargs or {}
         if func not in cls._safe:
             for one in _trapped_in(args, kwargs):
-                one._used(getattr(func, "__name__", str(func)))
+                one._used(_use(func, one, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -211,6 +211,13 @@ def _trapped_in(*values: Any) -> Iterator[Trap]:
             yield from _trapped_in(*value)
         elif isinstance(value, dict):
             yield from _trapped_in(*value.values())
+
+
+def _use(func: Any, one: Any, kwargs: Any) -> str:
+    """The function's name; with an underscore where it is an argument that says that `one` is changed."""
+    name: str = getattr(func, "__name__", str(func))
+    changes = kwargs.get("inplace") is True or any(one is given for given in _trapped_in(kwargs.get("out")))
+    return name + "_" if changes and not writes(name) else name
 
 
 def writes(use: str) -> bool:

@@ -75,6 +75,7 @@ class Runtime:
         self.synchronizes = True  # False inside no_sync
         self.scaled_backward = False  # the loss was scaled by optimizer.backward
         self.unscaled_backwards = 0
+        self.edited = ""  # a parameter that a pass has changed in place
         self.buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # cast ones: where, and their original dtype
         self.plain_state_dict: Callable[..., dict[str, Any]]  # the model's own; set when hooks are installed
         self.rearm: Callable[[], None]  # hangs lost gradient hooks again
@@ -151,10 +152,11 @@ class Runtime:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         self.pager.finish(current)
         self.passes.remove(current)
-        if current.key[2]:
+        if current.key[2] and not self.open:
             self.forwards = [*self.forwards[-7:], (current.key, current.uses)]
-        if not (self.open and not current.key[2]):
+        if not self.open:  # inside full_params forward passes need not match those of other ranks
             self.control.post(Kind.FORWARD, current)
+        self._refuse_edits()
 
     def _units_under(self, module: nn.Module) -> list[Unit]:
         inside = {id(p) for p in module.parameters()}
@@ -250,6 +252,15 @@ class Runtime:
         self.passes.remove(current)
         self.forwards.clear()
         self.control.post(Kind.BACKWARD, current)
+        self._refuse_edits()
+
+    def _refuse_edits(self) -> None:
+        if self.edited:
+            name, self.edited = self.edited, ""
+            raise ShardedError(
+                f"parameter {name!r} was edited in place inside a forward or backward pass, where it is a copy for this pass: the edit would not be "
+                "kept. Edit it between passes inside 'with zerodp.full_params(model, write=True):', or compute with the changed value without storing it"
+            )
 
     def end_failed(self) -> None:
         """What begins with every use: end a backward pass that an exception has ended; the other ranks may still expect its launches."""

@@ -338,6 +338,7 @@ class Unit:
         self.kept = False  # the cache keeps it between uses
         self.opened = 0  # full_params contexts that keep it, on all ranks alike
         self.holders = 0  # frames and contexts that need it
+        self.versions: list[int] = []  # of the parameters when they were shown to a pass, whose edits would be lost
         self.look()
         self.arrivals = self.expected = 0  # gradients that came in this backward, and how many will
 
@@ -369,10 +370,20 @@ class Unit:
                     flat.wait()
                 flat.reveal()
             self.visible = True
+            self.versions = self._versions() if self.runtime.passes else []
+
+    def _versions(self) -> list[int]:
+        return [p._version for flat in self.flats for p in flat.parameters]
+
+    def _look_for_edits(self) -> None:
+        if self.visible and self.versions and self.versions != (now := self._versions()):
+            names = [name for flat in self.flats for name in flat.names]
+            self.runtime.edited = next(n for n, old, new in zip(names, self.versions, now, strict=True) if old != new)
 
     def hide(self) -> None:
         """Trap uses again; the page stays."""
         if self.visible:
+            self._look_for_edits()
             self.visible = False
             for flat in self.flats:
                 flat.conceal()
@@ -382,6 +393,7 @@ class Unit:
         if not (self.pages and self.present):
             return self.hide()
         runtime = self.runtime
+        self._look_for_edits()
         for flat in self.flats:
             if flat.slot is not None:
                 del runtime.pages[flat.slot.address]

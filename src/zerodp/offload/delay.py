@@ -1,4 +1,4 @@
-"""The update of what rests on the host, one step behind: it runs in a thread beside the next forward and backward pass.
+"""The update of what rests off the device, one step behind: it runs in a thread beside the next forward and backward pass.
 
 `step()` hands it the gradients and returns; the next `step()` waits for it and only then lets forward compute with what came out. So step t + 1
 computes with parameters that miss the update of step t. Whoever looks at states waits for it first.
@@ -6,20 +6,18 @@ computes with parameters that miss the update of step t. Whoever looks at states
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from ..core.norms import part
-from ..core.parameter import set_grad
-from ..tiers import Opened
 from .elsewhere import Elsewhere
-from .home import GRADIENT, Home
-from .stepping import LARGE_WINDOW_NUMEL, Update, fits, run
+from .handed import Handed
+from .home import MASTER, STATES, Home, walk, windows
+from .stepping import LARGE_WINDOW_NUMEL, WINDOW_NUMEL, Update, run
 
 if TYPE_CHECKING:
     from ..core.optimizer import SegmentParameter, ShardedOptimizer
@@ -37,6 +35,7 @@ class Delay:
         self.thread: int | None = None
         self.running: Future[None] | None = None
         self.update: Update | None = None
+        self.disk: Any = None  # the tier that the update uses in its thread, if it does
         self.lenders: list[Elsewhere] = []
         self.leaving: list[tuple[Any, Any]] = []  # (tier, ticket) of gradients that were dropped while they are read
         self.unpublished: list[Home] = []
@@ -52,16 +51,14 @@ class Delay:
             update.conclude()
             return fresh | flats
         # Where the master itself serves gathers (a parameter that was frozen at first), it must not change beside them.
-        later = [(h, these) for h, these in chosen.items() if isinstance(h, Elsewhere) and not h.source.is_master]
-        beside = {home for home, _ in later}
-        run(update, {home: segments for home, segments in chosen.items() if home not in beside})
-        gradients = {one: self._gradient(home, one) for home, segments in later for one in segments}
-        arriving = [home.tier.open(home.tickets[GRADIENT]) for home, _ in later if home.keeps_gradient]
-        self.unpublished, self.behind = [home for home, _ in later], flats
+        beside = [home for home in chosen if isinstance(home, Elsewhere) and not home.source.is_master]
+        later = set[Home](beside)
+        run(update, {home: segments for home, segments in chosen.items() if home not in later})
+        handed = [Handed(home, chosen[home], self) for home in beside]
+        self.unpublished, self.behind = [*beside], flats
+        self.disk = next((home.tier for home in beside if not home.live), None)
         assert self.threads is not None
-        self.running = self.threads.submit(
-            self._beside, update, [segments for _, segments in later], gradients, arriving
-        )
+        self.running = self.threads.submit(self._beside, update, handed)
         return fresh | flats
 
     def end(self) -> None:
@@ -70,7 +67,8 @@ class Delay:
             return
         running, self.running = self.running, None
         try:
-            running.result()
+            with contextlib.nullcontext() if self.disk is None else self.disk.telling():
+                running.result()
         finally:
             for home in self.lenders:
                 home.reader = None
@@ -90,44 +88,18 @@ class Delay:
     def publish(self) -> set[Flat]:
         """Wait for it, and give what came out to forward. The result is the flats that changed."""
         self.end()
-        for home in self.unpublished:
+        for home in walk(self.unpublished, (MASTER,)):
             home.source.publish()
         for home in self.unpublished:
             home.source.arrive()
         fresh, self.unpublished, self.behind = self.behind, [], set()
         return fresh
 
-    def _gradient(self, home: Elsewhere, one: SegmentParameter) -> Tensor:
-        """What the update reads while the next pass makes another one: as it rests, until somebody wants to write there, or a copy."""
-        gradient = part(one.flat, one.segment)
-        home.uses(gradient)
-        if home.keeps_gradient and fits(one):
-            home.reader = self
-            self.lenders.append(home)
-            return gradient
-        home.arrive()
-        ticket = home.tier.reserve(gradient.numel(), one.dtype, "gradients", home.name)
-        self.leaving.append((home.tier, ticket))
-        copy: Tensor = home.tier.open(ticket).wait()
-        return copy.copy_(gradient).div_(one.flat.grad_scale)
-
-    def _beside(
-        self,
-        update: Update,
-        later: list[Sequence[SegmentParameter]],
-        gradients: dict[SegmentParameter, Tensor],
-        arriving: list[Opened],
-    ) -> None:
+    def _beside(self, update: Update, later: list[Handed]) -> None:
+        """In the thread. What fails here the caller of `end` tells the others."""
         self.thread = threading.get_ident()
-        for gradient in arriving:
-            gradient.wait()
-        window: list[SegmentParameter] = []
-        with torch.no_grad():
-            for segments in later:
-                for one in segments:
-                    set_grad(one, gradients[one])
-                window += segments
-                if sum(one.numel() for one in window) >= LARGE_WINDOW_NUMEL:
-                    update.step(window)
-                    window = []
-            update.step(window)
+        with torch.no_grad(), contextlib.nullcontext() if self.disk is None else self.disk.together():
+            for live, numel in ((True, LARGE_WINDOW_NUMEL), (False, WINDOW_NUMEL)):
+                homes = [one for one in later if one.home.live == live]
+                for window in windows(homes, (MASTER, STATES), (MASTER, STATES), numel):
+                    update.step([one for handed in window for one in handed.segments])

@@ -35,7 +35,8 @@ class Elsewhere(Home):
         self.tickets: dict[str, Any] = {}  # by name: master, gradient, and the optimizer's own keys
         self.opened: dict[str, Any] = {}
         self.shown: dict[str, Tensor] = {}
-        self.users, self.changed, self.writes = 0, set[str](), 0
+        self.users, self.changed = 0, set[str]()
+        self.writes = self.seen_version = 0  # of a master that is not live
         self.reader: Delay | None = None  # an update beside training that reads the gradient
         # What the gradient on disk is still to be multiplied by, one after the other: (factor, where).
         self.factors: list[tuple[float, list[slice] | None]] = []
@@ -47,6 +48,10 @@ class Elsewhere(Home):
     @property
     def sums_in_place(self) -> bool:
         return self.live and self.flat.unit.runtime.arena.device == self.host.device
+
+    @property
+    def gradient_is_here(self) -> bool:
+        return not self.keeps_gradient or self.sums_in_place
 
     # ---- the master
 
@@ -161,7 +166,7 @@ class Elsewhere(Home):
         self.link.out += self.numel * self.flat.grad_dtype.itemsize
 
     def arrive(self) -> None:
-        for ticket in self.tickets.values() if self.live else ():
+        for ticket in list(self.tickets.values()) if self.live else ():
             self.tier.open(ticket).wait()
 
     def scale_gradient(self, factor: float, segments: Iterable[Any] | None = None) -> None:
@@ -198,16 +203,32 @@ class Elsewhere(Home):
             self._close(name, False)
             self.tier.free(self.tickets.pop(name))
 
+    # ---- while it sleeps farther away
+
+    def resting(self) -> dict[str, Any]:
+        """Tickets by name; what is live has none for states, which are the optimizer's own memory."""
+        return self.tickets
+
+    def leave(self, name: str) -> None:
+        """What is live is kept elsewhere from now on."""
+        self._close(name, False)
+        self._hide(name)
+        self.tier.free(self.tickets[name])
+
+    def come_back(self, name: str, ticket: Any) -> None:
+        self.tickets[name] = ticket
+        self._open(name)
+
     # ---- what `walk` does
 
     def begin(self, kinds: tuple[str, ...]) -> None:
-        self.users += 1
         if GRADIENT in kinds:
             self._claim_gradient()
-        if self.live:
-            for ticket in self.tickets.values():
-                self.tier.open(ticket).wait()  # gradients may still be on their way
-        for name in self.tickets:
+            self.arrive()
+        if not self.live:
+            self.flat.unit.runtime.look()  # an update beside training opens it, too
+        self.users += 1
+        for name in list(self.tickets):  # training may get another gradient meanwhile
             if (name if name in LEDGER else STATES) in kinds and name not in self.opened:
                 self.opened[name] = self.tier.open(self.tickets[name])
 
@@ -217,7 +238,9 @@ class Elsewhere(Home):
 
     def end(self, changed: tuple[str, ...]) -> None:
         self.changed.update(changed)
-        self.writes += MASTER in changed
+        if MASTER in self.shown and not self.live:
+            self.writes += self.shown[MASTER]._version - self.seen_version
+            self.seen_version = self.shown[MASTER]._version
         self.users -= 1
         if self.users or self.live:
             return
@@ -244,6 +267,7 @@ class Elsewhere(Home):
     def _show(self, name: str) -> None:
         tensor = self.shown[name] = self.opened[name].wait()
         if name == MASTER:
+            self.seen_version = tensor._version
             if self.flat.master:
                 self._show_master(tensor)
         elif name == GRADIENT:

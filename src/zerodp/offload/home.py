@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,6 +66,11 @@ class Home:
     @property
     def sums_in_place(self) -> bool:
         """Whether gradients rest in memory of the device, where reductions can write."""
+        return True
+
+    @property
+    def gradient_is_here(self) -> bool:
+        """Whether the device can read the reduced gradient as it rests."""
         return True
 
     # ---- the master
@@ -180,14 +185,25 @@ def walk(homes: Iterable[Home], kinds: tuple[str, ...], changed: tuple[str, ...]
         yield from window
 
 
-def windows(
-    homes: Iterable[Home], kinds: tuple[str, ...], changed: tuple[str, ...], numel: float
-) -> Iterator[list[Home]]:
+class Walked(Protocol):
+    """What `windows` goes through."""
+
+    @property
+    def numel(self) -> int: ...
+    def begin(self, kinds: tuple[str, ...]) -> None: ...
+    def show(self) -> None: ...
+    def end(self, changed: tuple[str, ...]) -> None: ...
+
+
+W = TypeVar("W", bound=Walked)
+
+
+def windows(homes: Iterable[W], kinds: tuple[str, ...], changed: tuple[str, ...], numel: float) -> Iterator[list[W]]:
     """`walk` by several homes at a time, of at least `numel` elements together.
 
     While one window is used, the next one is read and the one before is written.
     """
-    coming: list[list[Home]] = []
+    coming: list[list[W]] = []
     rest = _grouped(homes, numel)
     try:
         for window in rest:
@@ -205,8 +221,8 @@ def windows(
                 home.end(())
 
 
-def _grouped(homes: Iterable[Home], numel: float) -> Iterator[list[Home]]:
-    group: list[Home] = []
+def _grouped(homes: Iterable[W], numel: float) -> Iterator[list[W]]:
+    group: list[W] = []
     total = 0
     for home in homes:
         group.append(home)
@@ -218,7 +234,7 @@ def _grouped(homes: Iterable[Home], numel: float) -> Iterator[list[Home]]:
         yield group
 
 
-def _used(coming: list[list[Home]], changed: tuple[str, ...]) -> Iterator[list[Home]]:
+def _used(coming: list[list[W]], changed: tuple[str, ...]) -> Iterator[list[W]]:
     window, kept = coming.pop(0), tuple[str, ...]()
     try:
         for home in window:

@@ -68,11 +68,9 @@ class Places:
         for flat, one in zip(flats, split(flats, self.offload, moments), strict=True):
             places = list(zip(one.states, one.source, strict=True))
             flat.settle([self._home(flat, piece, *where) for piece, where in enumerate(places)])
-            size = state_bytes(flat, moments) if flat.trains else flat.shard_dtype.itemsize
+            size = state_bytes(flat, moments, self.offload) if flat.trains else flat.shard_dtype.itemsize
             for home, (states, source) in zip(flat.homes, places, strict=True):
-                needs[states] += size * home.numel + (2 + moments) * ALIGN  # each in whole blocks, on disk
-                if self.offload.delayed_update and flat.trains and states != "device":
-                    needs[states] += flat.shard_dtype.itemsize * home.numel  # what an update reads beside the next pass
+                needs[states] += size * home.numel + (3 + moments) * ALIGN  # each in whole blocks, on disk
                 if isinstance(home.source, Kept):
                     needs[source] += flat.param_dtype.itemsize * home.numel + ALIGN
         return needs
@@ -182,7 +180,7 @@ def split(flats: list[Flat], offload: Offload, moments: int) -> list[Split]:
     leaves = offload.fraction * sum(f.layout.shard_numel for f, _ in trained) if offload.optimizer != "device" else 0
     for flat, one in reversed(trained):
         numels = flat.layout.piece_numels
-        size = state_bytes(flat, moments)
+        size = state_bytes(flat, moments, offload)
         for piece in reversed(range(len(numels))):
             if leaves <= 0:
                 break
@@ -191,7 +189,7 @@ def split(flats: list[Flat], offload: Offload, moments: int) -> list[Split]:
     return splits
 
 
-def state_bytes(flat: Flat, moments: int) -> int:
-    """Bytes of master, moments and (where sharded) gradient for each element at home."""
+def state_bytes(flat: Flat, moments: int, offload: Offload) -> int:
+    """Bytes of master, moments, (where sharded) gradient, and the one that a delayed update reads, for each element off the device."""
     gradient = flat.grad_dtype.itemsize if flat.residency.shards_gradients else 0
-    return flat.shard_dtype.itemsize * (1 + moments) + gradient
+    return flat.shard_dtype.itemsize * (1 + moments + bool(offload.delayed_update)) + gradient

@@ -178,6 +178,16 @@ class Kept(Copied):
         self.arrive()
         self.tier.free(self.ticket)
 
+    def resting(self) -> dict[str, Any]:
+        return {"parameters": self.ticket}
+
+    def leave(self, name: str) -> None:
+        """It is kept elsewhere from now on."""
+        self.tier.free(self.ticket)
+
+    def come_back(self, name: str, ticket: Any) -> None:
+        self.ticket = ticket
+
     def fetch(self, out: Tensor) -> Transfer:
         self.arrive()
         self.link.back += out.nbytes

@@ -47,7 +47,7 @@ class Settings:
         """Where model states rest.
 
         Raises:
-            UsageError: a delayed update without the host to make it.
+            UsageError: a delayed update of what rests on the device.
         """
         try:
             return Offload(optimizer=self.offload, delayed_update=self.delayed_update or False)
