@@ -31,6 +31,7 @@ from .offload.capacity import check_capacity
 from .offload.places import Places
 from .planning import automatic
 from .residual.activations import Blocks, blocks_of
+from .shardable import check_model
 
 
 def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None, **options: Any) -> tuple[Any, Any]:
@@ -85,7 +86,7 @@ def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
         raise ConfigError("shard: this model is sharded already; zerodp.unshard(model) undoes it")
     if any(isinstance(part, ShardedModule) for part in model.modules()):
         raise ConfigError("shard: a part of this model is sharded already; shard the whole model once")
-    wrap.check_model(model)
+    check_model(model)
     plans = wrap.plan_units(model, config)
     if config.offload.params != "device" and not any(plan.residency.shards_parameters for plan in plans):
         raise ConfigError(

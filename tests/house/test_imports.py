@@ -29,6 +29,8 @@ LAYERS = [
         "elementwise",
         "core.unit",
         "core.wrap",
+        "core.edits",
+        "shardable",
         "offload",
         "offload.*",
     ),

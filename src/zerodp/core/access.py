@@ -74,7 +74,7 @@ def full_params(model_or_modules: nn.Module | Iterable[nn.Module], write: bool =
             unit.launch()
     for unit in units:
         unit.show()
-        unit.versions = []
+        runtime.edits.forget(unit)
         unit.holders += 1
         unit.opened += 1
     flats = [flat for unit in brought for flat in unit.flats]

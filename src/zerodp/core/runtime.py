@@ -23,6 +23,7 @@ from .arena import Arena
 from .bits import storage_address
 from .comm import Comm
 from .control import Control, Kind
+from .edits import Edits
 from .lending import Lending
 from .local import local_of
 from .pager import Pager
@@ -75,7 +76,7 @@ class Runtime:
         self.synchronizes = True  # False inside no_sync
         self.scaled_backward = False  # the loss was scaled by optimizer.backward
         self.unscaled_backwards = 0
-        self.edited = ""  # a parameter that a pass has changed in place
+        self.edits = Edits()
         self.buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # cast ones: where, and their original dtype
         self.plain_state_dict: Callable[..., dict[str, Any]]  # the model's own; set when hooks are installed
         self.rearm: Callable[[], None]  # hangs lost gradient hooks again
@@ -156,7 +157,7 @@ class Runtime:
             self.forwards = [*self.forwards[-7:], (current.key, current.uses)]
         if not self.open:  # inside full_params forward passes need not match those of other ranks
             self.control.post(Kind.FORWARD, current)
-        self._refuse_edits()
+        self.edits.refuse()
 
     def _units_under(self, module: nn.Module) -> list[Unit]:
         inside = {id(p) for p in module.parameters()}
@@ -212,14 +213,11 @@ class Runtime:
             unit.index for unit in self.units if unit.index in entered or (not unit.pages and self._entered_whole())
         ]
         pages = {unit.index for unit in self.units if unit.pages}
-        return backward_order(uses, registered, pages, trains, self._root)
+        root = next((unit.index for unit in self.units if unit.name == ROOT), -1)
+        return backward_order(uses, registered, pages, trains, root)
 
     def _entered_whole(self) -> bool:
         return any(key[1] == "" for key, _ in self.forwards)
-
-    @property
-    def _root(self) -> int:
-        return next((u.index for u in self.units if u.name == ROOT), -1)
 
     def arrived(self, flat: Flat, index: int, parameter: Any) -> None:
         """Autograd finished this rank's gradient of one parameter."""
@@ -252,15 +250,7 @@ class Runtime:
         self.passes.remove(current)
         self.forwards.clear()
         self.control.post(Kind.BACKWARD, current)
-        self._refuse_edits()
-
-    def _refuse_edits(self) -> None:
-        if self.edited:
-            name, self.edited = self.edited, ""
-            raise ShardedError(
-                f"parameter {name!r} was edited in place inside a forward or backward pass, where it is a copy for this pass: the edit would not be "
-                "kept. Edit it between passes inside 'with zerodp.full_params(model, write=True):', or compute with the changed value without storing it"
-            )
+        self.edits.refuse()
 
     def end_failed(self) -> None:
         """What begins with every use: end a backward pass that an exception has ended; the other ranks may still expect its launches."""
@@ -269,10 +259,7 @@ class Runtime:
             self.end_backward()
 
     def require_idle(self, what: str) -> None:
-        """
-        Raises:
-            ShardedError: a forward or backward pass is under way, or the model is asleep.
-        """
+        """Raises ShardedError where a forward or backward pass is under way, or the model is asleep."""
         self.end_failed()
         self.look()
         if self.passes:

@@ -51,9 +51,8 @@ class Flat:
         mesh: Mesh,
         max_piece_bytes: int,
     ) -> None:
-        self.param_dtype, self.shard_dtype, self.grad_dtype = (
-            dtypes  # of compute, of what rests here, of reduced gradients
-        )
+        # of compute, of what rests here, of reduced gradients
+        self.param_dtype, self.shard_dtype, self.grad_dtype = dtypes
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self.original_dtypes = [p.dtype for p in self.parameters]
@@ -338,7 +337,6 @@ class Unit:
         self.kept = False  # the cache keeps it between uses
         self.opened = 0  # full_params contexts that keep it, on all ranks alike
         self.holders = 0  # frames and contexts that need it
-        self.versions: list[int] = []  # of the parameters when they were shown to a pass, whose edits would be lost
         self.look()
         self.arrivals = self.expected = 0  # gradients that came in this backward, and how many will
 
@@ -370,20 +368,13 @@ class Unit:
                     flat.wait()
                 flat.reveal()
             self.visible = True
-            self.versions = self._versions() if self.runtime.passes else []
-
-    def _versions(self) -> list[int]:
-        return [p._version for flat in self.flats for p in flat.parameters]
-
-    def _look_for_edits(self) -> None:
-        if self.visible and self.versions and self.versions != (now := self._versions()):
-            names = [name for flat in self.flats for name in flat.names]
-            self.runtime.edited = next(n for n, old, new in zip(names, self.versions, now, strict=True) if old != new)
+            if self.runtime.passes:
+                self.runtime.edits.show(self)
 
     def hide(self) -> None:
         """Trap uses again; the page stays."""
         if self.visible:
-            self._look_for_edits()
+            self.runtime.edits.hide(self)
             self.visible = False
             for flat in self.flats:
                 flat.conceal()
@@ -393,7 +384,7 @@ class Unit:
         if not (self.pages and self.present):
             return self.hide()
         runtime = self.runtime
-        self._look_for_edits()
+        runtime.edits.hide(self)
         for flat in self.flats:
             if flat.slot is not None:
                 del runtime.pages[flat.slot.address]

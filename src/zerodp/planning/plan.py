@@ -12,8 +12,8 @@ from torch import nn
 
 from ..config import Config
 from ..core.stages import STAGES
-from ..core.wrap import check_model
 from ..errors import ConfigError
+from ..shardable import check_model
 from .architecture import step_of_config
 from .estimate import KINDS, Estimate, amount, estimate
 from .gpt import gpt_step
