@@ -27,8 +27,9 @@ from .core.unit import Flat, Unit
 from .elementwise import check_elementwise, num_moments
 from .errors import ConfigError, RankMismatchError, ZeroError
 from .materialise import Initialised, Source
-from .offload.places import Places
 from .offload.capacity import check_capacity
+from .offload.places import Places
+from .overlaps import check_memory
 from .planning import automatic
 from .residual.activations import Blocks, blocks_of
 
@@ -86,6 +87,7 @@ def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:
     if any(isinstance(part, ShardedModule) for part in model.modules()):
         raise ConfigError("shard: a part of this model is sharded already; shard the whole model once")
     wrap.check_model(model)
+    check_memory(model)
     plans = wrap.plan_units(model, config)
     if config.offload.params != "device" and not any(plan.residency.shards_parameters for plan in plans):
         raise ConfigError(

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..config import Config
 from ..errors import ShardedError
 from ..offload.home import MASTER, walk
+from . import edits
 from .arena import Arena
 from .bits import storage_address
 from .comm import Comm
@@ -70,12 +71,11 @@ class Runtime:
         # since the last backward: key, units in order of use
         self.forwards: list[tuple[tuple[Any, ...], list[int]]] = []
         self.trace: deque[tuple[str, str, str]] = deque(maxlen=TRACE_LENGTH)  # what `Event` holds
-        self.open = 0  # full_params contexts that hold every unit
         self.lending = Lending(self)
         self.synchronizes = True  # False inside no_sync
         self.scaled_backward = False  # the loss was scaled by optimizer.backward
         self.unscaled_backwards = 0
-        self.edited = ""  # a parameter that a pass has changed in place
+        self.open, self.edited = 0, ""  # full_params contexts that hold every unit; a parameter that a pass changed
         self.buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # cast ones: where, and their original dtype
         self.plain_state_dict: Callable[..., dict[str, Any]]  # the model's own; set when hooks are installed
         self.rearm: Callable[[], None]  # hangs lost gradient hooks again
@@ -95,9 +95,7 @@ class Runtime:
         self.trace.append((kind, unit.name if unit is not None else "", self.phase))
 
     def last_event(self) -> str:
-        if not self.trace:
-            return "nothing yet"
-        kind, unit, phase = self.trace[-1]
+        kind, unit, phase = self.trace[-1] if self.trace else ("nothing yet", "", "")
         return f"{kind} of {unit!r} in {phase}" if unit else kind
 
     def used(self, unit: Unit) -> None:
@@ -156,7 +154,7 @@ class Runtime:
             self.forwards = [*self.forwards[-7:], (current.key, current.uses)]
         if not self.open:  # inside full_params forward passes need not match those of other ranks
             self.control.post(Kind.FORWARD, current)
-        self._refuse_edits()
+        edits.refuse(self)
 
     def _units_under(self, module: nn.Module) -> list[Unit]:
         inside = {id(p) for p in module.parameters()}
@@ -252,15 +250,7 @@ class Runtime:
         self.passes.remove(current)
         self.forwards.clear()
         self.control.post(Kind.BACKWARD, current)
-        self._refuse_edits()
-
-    def _refuse_edits(self) -> None:
-        if self.edited:
-            name, self.edited = self.edited, ""
-            raise ShardedError(
-                f"parameter {name!r} was edited in place inside a forward or backward pass, where it is a copy for this pass: the edit would not be "
-                "kept. Edit it between passes inside 'with zerodp.full_params(model, write=True):', or compute with the changed value without storing it"
-            )
+        edits.refuse(self)
 
     def end_failed(self) -> None:
         """What begins with every use: end a backward pass that an exception has ended; the other ranks may still expect its launches."""

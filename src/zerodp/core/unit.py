@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tiers import ARRIVED, Transfer
+from . import edits
 from .arena import Arena, Parts, Slot
 from .bits import same_memory
 from .comm import Comm, Handle
@@ -334,11 +335,9 @@ class Unit:
         self.far = [home.source for flat in flats if flat.pages for home in flat.homes if home.source.is_far]
         self.gathered_bytes = sum(f.layout.padded_numel * f.param_dtype.itemsize for f in flats if f.pages)
         self.present = not self.pages  # its values are here or under way
-        self.visible = False
-        self.kept = False  # the cache keeps it between uses
-        self.opened = 0  # full_params contexts that keep it, on all ranks alike
-        self.holders = 0  # frames and contexts that need it
-        self.versions: list[int] = []  # of the parameters when they were shown to a pass, whose edits would be lost
+        self.visible = self.kept = False  # kept: by the cache, between uses
+        self.opened = self.holders = 0  # contexts of full_params that keep it, on all ranks alike; who needs it
+        self.versions: list[int] = []  # of the parameters when they were shown to a pass
         self.look()
         self.arrivals = self.expected = 0  # gradients that came in this backward, and how many will
 
@@ -370,20 +369,12 @@ class Unit:
                     flat.wait()
                 flat.reveal()
             self.visible = True
-            self.versions = self._versions() if self.runtime.passes else []
-
-    def _versions(self) -> list[int]:
-        return [p._version for flat in self.flats for p in flat.parameters]
-
-    def _look_for_edits(self) -> None:
-        if self.visible and self.versions and self.versions != (now := self._versions()):
-            names = [name for flat in self.flats for name in flat.names]
-            self.runtime.edited = next(n for n, old, new in zip(names, self.versions, now, strict=True) if old != new)
+            self.versions = edits.versions(self) if self.runtime.passes else []
 
     def hide(self) -> None:
         """Trap uses again; the page stays."""
         if self.visible:
-            self._look_for_edits()
+            edits.look(self)
             self.visible = False
             for flat in self.flats:
                 flat.conceal()
@@ -393,7 +384,7 @@ class Unit:
         if not (self.pages and self.present):
             return self.hide()
         runtime = self.runtime
-        self._look_for_edits()
+        edits.look(self)
         for flat in self.flats:
             if flat.slot is not None:
                 del runtime.pages[flat.slot.address]

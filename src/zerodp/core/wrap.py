@@ -201,30 +201,11 @@ def check_model(model: nn.Module) -> None:
                 f"parameter {name!r} of shape {tuple(held.shape)} has strides {held.stride()}, which overlap or leave gaps; "
                 "make it from a contiguous tensor"
             )
-    _check_memory(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ConfigError(
                 f"module {name!r} gives sparse gradients, which cannot be reduced here; build it with sparse=False"
             )
-
-
-def _check_memory(model: nn.Module) -> None:
-    """Two Parameters over the same memory change each other; sharded they would not."""
-    spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, parameter in model.named_parameters():
-        held = local_of(parameter)
-        start = held.storage_offset() * held.itemsize
-        if held.numel():
-            spans.setdefault(held.untyped_storage()._cdata, []).append((start, start + held.nbytes, name))
-    for found in spans.values():
-        found.sort()
-        for (_, end, one), (start, _, other) in zip(found, found[1:], strict=False):
-            if start < end:
-                raise ConfigError(
-                    f"parameters {one!r} and {other!r} are different Parameters over the same memory; tie them by one Parameter under both names, "
-                    "or give each memory of its own"
-                )
 
 
 def tensor_mesh(model: nn.Module) -> DeviceMesh | None:
