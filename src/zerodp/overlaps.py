@@ -18,9 +18,9 @@ def check_memory(model: nn.Module) -> None:
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         held = local_of(parameter)
-        start = held.storage_offset() * held.itemsize
+        start = int(held.storage_offset()) * held.itemsize
         if held.numel():
-            spans.setdefault(held.untyped_storage()._cdata, []).append((start, start + held.nbytes, name))
+            spans.setdefault(held.untyped_storage()._cdata, []).append((start, start + int(held.nbytes), name))
     for found in spans.values():
         found.sort()
         for (_, end, one), (start, _, other) in pairwise(found):
