@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -20,6 +21,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from pathlib import Path
 
 CLIENT = Path(__file__).with_name("warm_client.py")
@@ -42,7 +45,9 @@ def python() -> str:
     )
     atexit.register(server.communicate)  # the end of its input is its own
     script = folder / "python"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-S", str(CLIENT), str(folder / "socket")])} "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", "-S", str(CLIENT), str(folder / "socket")])} "$@"\n'
+    )
     script.chmod(0o755)
     return str(script)
 
@@ -93,8 +98,32 @@ def serve(folder: Path) -> Program:
                 client.close()
 
 
+def status_of(program: Program, executable: str) -> int:
+    """What `python` with these arguments ends with."""
+    try:
+        become(program, executable)
+    except SystemExit as ended:
+        if not isinstance(ended.code, str):
+            return int(ended.code or 0)
+        print(ended.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def end(status: int) -> None:
+    """As the interpreter does, without taking apart what was imported, which would take seconds."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def become(program: Program, executable: str) -> None:
-    """Run it as `python` with these arguments does, and end as it ends."""
+    """Run it as `python` with these arguments does."""
     arguments, environment, folder, streams = program
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -121,9 +150,11 @@ if __name__ == "__main__":
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
-    import torch.distributed.launcher.api
+    import torch.distributed.launcher.api  # noqa: F401
 
     import zerodp.cli.training.worker  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # a fork looks through its own garbage only
     place = Path(sys.argv[1])
-    become(serve(place), str(place / "python"))
+    end(status_of(serve(place), str(place / "python")))

@@ -127,7 +127,9 @@ def test_without_rich_the_table_is_plain(tmp_path: Path) -> None:
     code = "import sys, importlib.util; from zerodp.cli import main; importlib.util.find_spec = lambda name: None\n"
     code += f"sys.exit(main({SMALL}))"
     (tmp_path / "script.py").write_text(code)
-    done = subprocess.run([warm.python(), str(tmp_path / "script.py")], env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [warm.python(), str(tmp_path / "script.py")], env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{zerodp.plan(7.5e9, world_size=64)}\n"
 
