@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import warm
 
 BENCH = Path(__file__).parents[2] / "bench"
 pytestmark = pytest.mark.timeout(300)
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 def bench(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, str(BENCH / script), *arguments], env=env, capture_output=True, text=True, timeout=280
+        [warm.python(), str(BENCH / script), *arguments], env=env, capture_output=True, text=True, timeout=280
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs of `zerodp train` with tiny settings, as a user starts them: in processes of their own."""
+"""Runs of `zerodp train` with tiny settings, in processes of their own: warm, or (`started`) as a user starts them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import zerodp
+from tests import warm
 from zerodp.checkpoint.own import open_own
 
 ROOT = Path(__file__).parents[2]
@@ -32,14 +33,14 @@ def environment(**more: object) -> dict[str, str]:
 
 def train(given: Mapping[str, object], cache: Path) -> subprocess.CompletedProcess[str]:
     """`zerodp train` to its end."""
-    command = [sys.executable, "-m", "zerodp.cli", "train", *options(given)]
+    command = [warm.python(), "-m", "zerodp.cli", "train", *options(given)]
     return subprocess.run(
         command, env=environment(XDG_CACHE_HOME=cache), capture_output=True, text=True, timeout=PATIENCE, check=False
     )
 
 
 def resume(folder: Path, cache: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zerodp.cli", "train", "--resume", str(folder), *more]
+    command = [warm.python(), "-m", "zerodp.cli", "train", "--resume", str(folder), *more]
     return subprocess.run(
         command, env=environment(XDG_CACHE_HOME=cache), capture_output=True, text=True, timeout=PATIENCE, check=False
     )

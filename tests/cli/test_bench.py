@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.cli.runs import PATIENCE, environment
 from tests.cli.test_plan import output
 from tests.cli.test_usage import shown
@@ -38,7 +38,7 @@ def fails(device):
 
 
 def bench(*argv: str, cwd: Path | None = None, start: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(start or ("-m", "zerodp.cli")), "bench", *argv]
+    command = [warm.python(), *(start or ("-m", "zerodp.cli")), "bench", *argv]
     return subprocess.run(
         command, env=environment(), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, check=False
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+from tests import warm
 from tests.cli.runs import environment
 
 SCRIPT = """\
@@ -37,7 +37,7 @@ def fails(model, batch):
 
 def compared(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     (folder / "mine.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "zerodp.cli", "compare", *argv]
+    command = [warm.python(), "-m", "zerodp.cli", "compare", *argv]
     variables = environment(OMP_NUM_THREADS=1)
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=100, check=False)
 

@@ -95,7 +95,7 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path, cache: Path, text: Path) -> 
 def test_a_failing_rank_is_named_with_its_error(tmp_path: Path, cache: Path, text: Path) -> None:
     """A folder that stops being writable: the log cannot be written."""
     folder = tmp_path / "run"
-    with started({"--out": folder, "--data": text}, cache) as process:
+    with started({"--out": folder, "--data": text, "--ranks": 1}, cache) as process:
         (folder / "log.jsonl").unlink()
         (folder / "log.jsonl").mkdir()
         _, errors = process.communicate(timeout=SOON)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import zerodp
+from tests import warm
 from tests.cli.runs import environment
 from tests.cli.test_usage import shown
 from zerodp.cli import main
@@ -123,10 +123,13 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert message in errors
 
 
-def test_without_rich_the_table_is_plain() -> None:
+def test_without_rich_the_table_is_plain(tmp_path: Path) -> None:
     code = "import sys, importlib.util; from zerodp.cli import main; importlib.util.find_spec = lambda name: None\n"
     code += f"sys.exit(main({SMALL}))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    (tmp_path / "script.py").write_text(code)
+    done = subprocess.run(
+        [warm.python(), str(tmp_path / "script.py")], env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{zerodp.plan(7.5e9, world_size=64)}\n"
 
@@ -134,7 +137,7 @@ def test_without_rich_the_table_is_plain() -> None:
 def test_the_document_is_what_the_planner_says() -> None:
     """docs/planning.md is made by a command; a change of a formula shows there."""
     script = Path(__file__).parents[2] / "bench" / "planning.py"
-    done = subprocess.run([sys.executable, str(script)], env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run([warm.python(), str(script)], env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
 from tests.cli.runs import PATIENCE, environment, log, losses, options, ranks_of, resume, train, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several processes start, one after another
@@ -134,7 +135,7 @@ def test_two_nodes_under_torchrun(finished: tuple[Path, str], tmp_path: Path, ca
     nodes = []
     for node in range(2):
         launcher = [
-            sys.executable,
+            warm.python(),
             "-m",
             "torch.distributed.run",
             "--nnodes",

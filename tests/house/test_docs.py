@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import zerodp
+from tests import warm
 from tests.house.source import ROOT, modules
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -67,7 +67,7 @@ def test_the_first_steps_run(tmp_path: Path) -> None:
     script = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
     assert script is not None
     (tmp_path / "script.py").write_text(script[1])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert "rank 0 of 2" in done.stdout

@@ -39,6 +39,15 @@ class RankFailure(Exception):
         self.rank = rank
 
 
+def forks() -> Any:
+    """A context of `multiprocessing` whose processes are forks of one that has made the slow imports already."""
+    # inherited by the ranks: they share the cores, and only a process without threads may be forked
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.ranks.worker", "pytest", "zerodp"])
+    return context
+
+
 class Worker:
     """The parent's end of one rank."""
 
@@ -92,11 +101,8 @@ class Pool:
     """Ranks 0 to 3, started when first needed. One call at a time; the process group follows the world size."""
 
     def __init__(self, folder: Path):
-        # inherited by the ranks: they share the cores, and only a process without threads may be forked
-        os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
         self.folder = folder
-        self.context = multiprocessing.get_context("forkserver")  # forks a process that has torch imported already
-        self.context.set_forkserver_preload(["tests.ranks.worker"])
+        self.context = forks()
         self.workers: list[Worker] = []
         self.world_size = 0  # of the process group that stands, 0 = none
         self.groups = 0

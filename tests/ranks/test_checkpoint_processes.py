@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerodp
+from tests.ranks.pool import forks
 from zerodp.checkpoint import report
 from zerodp.checkpoint.own import open_own
 
@@ -55,8 +56,7 @@ def save_and_end(rank: int, store: str, folder: Path) -> None:
 
 
 def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = forks()
     ranks = [
         context.Process(target=save_and_end, args=(rank, f"{tmp_path}.store", tmp_path)) for rank in range(WORLD_SIZE)
     ]
@@ -70,8 +70,7 @@ def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(110)
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = forks()
     chance = random.Random()
     for number in range(ROUNDS):
         folder = tmp_path / f"round{number}"

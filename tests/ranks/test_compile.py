@@ -21,9 +21,7 @@ from tests.ranks.test_models import MODELS, encoder
 from tests.ranks.toys import Block, CheckpointedNet, Net
 
 case = pytest.mark.case
-backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 whole_and_sharded = pytest.mark.parametrize("stage", [1, 3], ids="zero{}".format)
-made = pytest.mark.parametrize("made", ["before", "after"])
 TASK = Task(Net, rows(3))
 
 
@@ -55,8 +53,14 @@ def compiled_records(task: Task, made: str, options: dict[str, Any], **settings:
 
 @case("B108")
 @on_ranks(2)
-@pytest.mark.parametrize(("backend", "stage"), [("eager", 3), *(("aot_eager", stage) for stage in range(4))])
-@made
+@pytest.mark.parametrize(
+    ("made", "backend", "stage"),
+    [
+        *(("before", "aot_eager", stage) for stage in range(4)),
+        *(("after", "aot_eager", stage) for stage in (1, 3)),
+        ("after", "eager", 3),
+    ],
+)
 def test_compiled_blocks(made: str, backend: str, stage: int) -> None:
     """As uncompiled ones, to the last bit: these backends use torch's own kernels."""
     records = compiled_records(TASK, made, {"backend": backend}, stage=stage, units=[Block])
@@ -65,9 +69,10 @@ def test_compiled_blocks(made: str, backend: str, stage: int) -> None:
 
 @case("B108")
 @on_ranks(2)
-@backends
-@whole_and_sharded
-@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
+@pytest.mark.parametrize(
+    ("in_place", "backend", "stage"),
+    [(False, "eager", 1), (False, "aot_eager", 3), (True, "eager", 3), (True, "aot_eager", 1)],
+)
 def test_compiled_model(in_place: bool, backend: str, stage: int) -> None:
     """torch.compile(model), which gives another module around it, and model.compile()."""
     outside: list[Any] = []
@@ -83,8 +88,7 @@ def test_compiled_model(in_place: bool, backend: str, stage: int) -> None:
 
 
 @on_ranks(2)
-@backends
-@whole_and_sharded
+@pytest.mark.parametrize(("backend", "stage"), [("eager", 1), ("aot_eager", 3)])
 def test_model_compiled_before_it_is_sharded(backend: str, stage: int) -> None:
     """What is sharded is then torch.compile's wrapper; names and keys are the plain model's all the same."""
     model, optimizer = TASK.build(0)
@@ -101,8 +105,10 @@ def test_model_compiled_before_it_is_sharded(backend: str, stage: int) -> None:
 
 @case("B37")
 @on_ranks(2)
-@whole_and_sharded
-@pytest.mark.parametrize(("backend", "reentrant"), [("eager", False), ("aot_eager", False), ("aot_eager", True)])
+@pytest.mark.parametrize(
+    ("backend", "reentrant", "stage"),
+    [("eager", False, 3), ("aot_eager", False, 1), ("aot_eager", False, 3), ("aot_eager", True, 3)],
+)
 def test_dropout_is_drawn_again_under_compile(reentrant: bool, backend: str, stage: int) -> None:
     """The recomputation sees the same dropout as the forward: the result is that of the uncompiled run."""
     task = Task(lambda: CheckpointedNet(reentrant, dropout=0.4), rows(3))

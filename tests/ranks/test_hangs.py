@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import multiprocessing
 import os
 import signal
 import socket
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 import zerodp
 from tests.ranks.oracle import Task, all_close, copied, parity, rows, squares
-from tests.ranks.pool import on_ranks
+from tests.ranks.pool import forks, on_ranks
 from tests.ranks.test_order import REPEATED, EitherOrder
 from tests.ranks.toys import Block, Net
 from zerodp.core import watch
@@ -274,8 +273,7 @@ def ends(how: str, rank: int, port: int, out: Path) -> None:
 @pytest.mark.parametrize("how", ["exits 0", "exits 1", "killed 0", "killed 1", "sleeps 1"])
 def test_rank_that_ends(how: str, tmp_path: Path) -> None:
     """Also without checks: no wait is longer than the process group's limit."""
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    context = multiprocessing.get_context("forkserver")
+    context = forks()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -250,7 +250,7 @@ def test_unsharded_budget_is_kept_to(budget: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize(("precision", "stage"), [*(("bf16", stage) for stage in range(4)), (None, 1), (None, 3)])
 def test_constant_over_200_steps(precision: str | None, stage: int) -> None:
     model = Net(depth=1)
     model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[Block], precision=precision)

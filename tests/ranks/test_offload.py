@@ -43,6 +43,7 @@ def blocks(**options: Any) -> dict[str, Any]:
 
 @on_ranks(2)
 def test_the_same_bits(stage: int) -> None:
+    """Each training with one place here and with the other in the next stage."""
     same_bits(stage, list(TRAININGS))
 
 
@@ -52,11 +53,11 @@ def test_the_same_bits_on_three_ranks() -> None:
 
 
 def same_bits(stage: int, trainings: list[str]) -> None:
-    for optimizer, micro, max_norm in (TRAININGS[name] for name in trainings):
+    for number, (optimizer, micro, max_norm) in enumerate(TRAININGS[name] for name in trainings):
         task = Task(Net, rows(3), optimizer=optimizer, micro=micro, max_norm=max_norm)
         reference = run(task, **blocks(stage=stage))
-        for place in PLACES:
-            same(run(task, **blocks(stage=stage, offload=Offload(optimizer=place))), reference)
+        place = PLACES[(number + stage) % 2]
+        same(run(task, **blocks(stage=stage, offload=Offload(optimizer=place))), reference)
 
 
 @on_ranks(2)
@@ -76,7 +77,7 @@ def test_low_precision(stage: int) -> None:
 @on_ranks(2)
 def test_while_everything_changes() -> None:
     """Rates, frozen parts, and a group that joins late."""
-    task = Task(Net, rows(3), optimizer=two_groups, steps=12, micro=(False, True), between=everything, brief=True)
+    task = Task(Net, rows(3), optimizer=two_groups, steps=7, micro=(False, True), between=everything, brief=True)
     for stage in (1, 3):
         reference = run(task, **blocks(stage=stage))
         for place in PLACES:
@@ -160,10 +161,10 @@ def told(offload: Offload, **options: Any) -> Story:
 
 @on_ranks(2)
 def test_every_way_to_look_at_states(stage: int) -> None:
-    for precision in ("fp32", "bf16"):
+    for number, precision in enumerate(("fp32", "bf16")):
         reference = told(Offload(), stage=stage, precision=precision)
-        for place in PLACES:
-            told(Offload(optimizer=place), stage=stage, precision=precision).equals(reference)
+        place = PLACES[(number + stage) % 2]
+        told(Offload(optimizer=place), stage=stage, precision=precision).equals(reference)
 
 
 @contextlib.contextmanager
@@ -266,7 +267,7 @@ def test_several_places(split: str) -> None:
 def test_parameters_elsewhere(split: str) -> None:
     reference = told(Offload(), stage=3)
     told(PARAMETERS[split], stage=3).equals(reference)
-    task = Task(Net, rows(3), optimizer=two_groups, steps=8, micro=(False, True), between=everything, brief=True)
+    task = Task(Net, rows(3), optimizer=two_groups, steps=7, micro=(False, True), between=everything, brief=True)
     options = blocks(stage=3, precision="bf16", prefetch=2)
     same(run(task, offload=PARAMETERS[split], **options), run(task, **options))
 

@@ -44,7 +44,7 @@ def test_tied_mlp_with_an_unused_branch(units: Any, stage: int, world_size: int)
     def decayed(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
-    task = Task(TiedWithUnused, rows(8), optimizer=decayed, steps=10)
+    task = Task(TiedWithUnused, rows(8), optimizer=decayed, steps=4)
     records = parity(task, stage=stage, units=units, tolerance=0.0 if world_size <= 2 else 1e-6)
     untouched, _ = task.build(0)
     for name, parameter in untouched.named_parameters():
@@ -115,7 +115,7 @@ def slowed(method: Callable[..., Any], seed: int) -> Callable[..., Any]:
 def test_slow_and_uneven_communication_changes_nothing(stage: int) -> None:
     from zerodp.core.comm import Comm, Handle
 
-    task = Task(toy_b, rows(3), optimizer=adamw, steps=20, brief=True)
+    task = Task(toy_b, rows(3), optimizer=adamw, steps=10, brief=True)
     options = {"stage": stage, "units": [nn.Linear], "bucket_bytes": 256}
     reference = parity(task, prefetch=0, **options)
     with pytest.MonkeyPatch.context() as patch:
