@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.late import LateTier
@@ -11,19 +13,30 @@ from tests.ranks.test_offload import DELAYED, Story, delayed, delayed_oracle, to
 from tests.ranks.test_offload_cases import scaled
 from zerodp import Offload
 from zerodp.offload.elsewhere import Elsewhere
+from zerodp.tiers.disk import DiskTier
 
 
 def late(patch: pytest.MonkeyPatch) -> None:
     """From here on model states in host memory are as far from the device as on an accelerator."""
     patch.setattr("zerodp.offload.places.HostTier", LateTier)
     patch.setattr("zerodp.tiers.disk.HostTier", LateTier)
+    patch.setattr("zerodp.tiers.disk.DiskTier.put", in_time)
     patch.setattr(Elsewhere, "sums_in_place", False)
+
+
+def in_time(tier: DiskTier, *values: Any, put: Any = DiskTier.put) -> Any:
+    """First values are waited for, as on an accelerator."""
+    ticket = put(tier, *values)
+    tier.host.stream.synchronize()
+    return ticket
 
 
 PLACES = {
     "states": (Offload(optimizer="host"), 2),
     "parameters": (Offload(params="host"), 3),
     "both": (Offload(optimizer="host", params="host"), 3),
+    "states on disk": (Offload(optimizer="disk"), 2),
+    "all on disk": (Offload(optimizer="disk", params="disk"), 3),
 }
 
 
