@@ -21,7 +21,7 @@ from .core.control import Kind
 from .core.local import local_of
 from .core.runtime import Runtime
 from .core.unit import Flat
-from .errors import ConfigError, ShardedError, StorageError
+from .errors import ConfigError, ShardedError, StorageError, ZeroError
 from .offload.elsewhere import Elsewhere
 from .offload.home import LEDGER, Home, is_elementwise, moment_kind
 from .offload.sleeping import trapped
@@ -69,6 +69,8 @@ def sleep(model: nn.Module, optimizer: Any = None, to: str = "host", path: str |
         asleep.put_by(_tier(to, path, runtime.arena.device))
     except (ConfigError, StorageError) as error:
         problem = error
+    except RuntimeError as error:
+        problem = _no_memory("sleep", error)
     try:
         runtime.control.share(problem)
     except BaseException:
@@ -94,12 +96,21 @@ def wake(model: nn.Module) -> None:
         asleep.bring_back()
     except StorageError as error:
         problem = error
+    except RuntimeError as error:
+        problem = _no_memory("wake", error)
     try:
         runtime.control.share(problem)
     except BaseException:
         asleep.empty()
         raise
     asleep.end()
+
+
+def _no_memory(what: str, error: RuntimeError) -> StorageError:
+    """What torch raises on one rank, for all of them."""
+    if isinstance(error, ZeroError):
+        raise error
+    return StorageError(f"{what}: there is no room for the values: {str(error).splitlines()[0]}")
 
 
 def _tier(to: str, path: str | None, device: torch.device) -> Tier:

@@ -18,6 +18,7 @@ from tests.ranks.oracle import adamw, all_close, close, copied, rows, squares
 from tests.ranks.pool import on_ranks
 from tests.ranks.toys import Block, Net
 from zerodp.residual.store import store_of
+from zerodp.tiers.host import HostTier
 
 
 class Normed(Net):
@@ -261,6 +262,28 @@ def test_a_full_disk_leaves_everything_where_it_is(stage: int, tmp_path: Path) -
     all_close("still there", dict(model.state_dict()), before)
     assert held(model) == bytes_before
     optimizer.step()
+
+
+@on_ranks(2)
+def test_no_host_memory_on_one_rank_leaves_everything_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = sharded(3)
+    backward(model, 0)
+    before = copied(dict(model.state_dict()))
+    take, calls = HostTier.reserve, iter(range(1000))
+
+    def scarce(tier: Any, *args: Any) -> Any:
+        if dist.get_rank() == 1 and next(calls) == 2:
+            raise RuntimeError("no memory for 100 bytes on the host")
+        return take(tier, *args)
+
+    monkeypatch.setattr(HostTier, "reserve", scarce)
+    with pytest.raises(zerodp.StorageError, match="rank 1: sleep: there is no room for the values: no memory for 100"):
+        zerodp.sleep(model, optimizer, "host")
+    monkeypatch.undo()
+    all_close("still there", dict(model.state_dict()), before)
+    optimizer.step()
+    zerodp.sleep(model, optimizer, "host")
+    zerodp.wake(model)
 
 
 @on_ranks(2)

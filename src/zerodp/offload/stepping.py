@@ -42,9 +42,11 @@ def run(update: Update, chosen: Mapping[Home, Sequence[SegmentParameter]]) -> No
     for (numel, _), homes in groups.items():
         for window in windows(homes, (MASTER, GRADIENT, STATES), (MASTER, STATES), numel):
             slots = [slot for home in window for slot in _give(chosen[home])]
-            update.step([one for home in window for one in chosen[home]])
-            for home, slot in slots:
-                home.arena.give(slot)
+            try:
+                update.step([one for home in window for one in chosen[home]])
+            finally:
+                for home, slot in slots:
+                    home.arena.give(slot)
             for home in window:
                 home.source.publish()
     if update.last is None:
