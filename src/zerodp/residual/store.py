@@ -221,7 +221,8 @@ def store_of(runtime: Runtime) -> Store:
 def current_store(device: torch.device) -> Store:
     """The store of the sharded model whose pass is under way on this device, else the device's own."""
     for runtime in reversed(list(RUNTIMES.values())):  # of a model inside another the inner one, on all ranks alike
-        if runtime.passes and _same_device(runtime.arena.device, device):
+        under_way = runtime.passes and runtime.comm.broken is None  # a pass that broke never ends
+        if under_way and _same_device(runtime.arena.device, device):
             return store_of(runtime)
     if device not in _of_devices:
         _of_devices[device] = Store(Arena(device))
