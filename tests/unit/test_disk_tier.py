@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -335,9 +336,28 @@ def test_a_tier_that_is_dropped_ends_its_threads_and_its_file(tmp_path: Path) ->
     assert threads
     del tier
     gc.collect()
+    for thread in threads:
+        thread.join(20)  # the requests under way end, and the file with the last of them
     assert not any(thread.is_alive() for thread in threads)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(handle)
+
+
+def test_the_collector_waits_for_no_thread(tmp_path: Path) -> None:
+    """It may run in a thread that is just starting, which holds locks that the end of another one needs."""
+    tier, running, go = small(tmp_path), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        running.set()
+        go.wait(20)
+
+    busy = tier.writers.submit(slow)
+    running.wait(20)
+    del tier
+    gc.collect()  # returns while a request is under way
+    assert not busy.done()
+    go.set()
+    busy.result(20)
 
 
 def test_buffers_stay_bounded_while_copies_to_the_device_are_late(tmp_path: Path) -> None:

@@ -190,7 +190,10 @@ def test_no_file_is_left(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []  # not even while it is used
     handle = tier.file.handle
     assert os.fstat(handle).st_size >= 9999 * 4
+    threads = list(tier.writers._threads)
     del tier
+    for thread in threads:
+        thread.join(20)  # its file ends with the last request
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(handle)
 
@@ -204,7 +207,7 @@ def test_extents_are_aligned_and_used_again(tmp_path: Path) -> None:
     file.release(c, ALIGN)
     assert file.reserve(5 * ALIGN) == 2 * ALIGN  # the free end grows by what it lacks
     assert file.end == 7 * ALIGN
-    os.close(file.handle)
+    file.close()
 
 
 def test_a_full_disk_keeps_what_was_there(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ class Parked:
     """A value that has been read, kept in the tier that it will go to."""
 
     def __init__(self, home: Elsewhere, values: Tensor) -> None:
-        self.tier, self.numel, self.dtype = home.tier, values.numel(), values.dtype
+        self.tier: Any = home.tier
+        self.numel, self.dtype = values.numel(), values.dtype
         with together(home):  # loads share what fails before they change anything
             self.ticket = self.tier.put(values, "buckets", home.name)
 
@@ -82,7 +83,7 @@ class Parked:
 
     def __del__(self) -> None:
         if hasattr(self, "ticket"):
-            self.tier.free(self.ticket)
+            self.tier.drop(self.ticket)
 
 
 def read(value: Any) -> Any:

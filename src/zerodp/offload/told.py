@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ class Told:
 
     def __init__(self, tier: Any, tell: Callable[[StorageError], None]) -> None:
         self.tier, self.tell, self.shared, self.lock = tier, tell, Shared(), threading.RLock()
+        self.dropped: deque[Any] = deque()
         KEEPERS.discard(tier.host)
         KEEPERS.add(self)
 
@@ -55,6 +57,8 @@ class Told:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         with self.telling(), self.lock:
+            while self.dropped:
+                self.tier.free(self.dropped.popleft())
             yield
 
     def settle(self) -> None:
@@ -88,6 +92,10 @@ class Told:
     def free(self, ticket: Any) -> None:
         with self.entered():
             self.tier.free(ticket)
+
+    def drop(self, ticket: Any) -> None:
+        """`free` it at the next use: for the collector of garbage, which runs at any moment and in any thread."""
+        self.dropped.append(ticket)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tier, name)  # the rest is for one rank and thread alone

@@ -95,7 +95,7 @@ class DiskTier:
         self.in_file: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self.fetched_bytes = self.written_bytes = 0
-        self._end = weakref.finalize(self, _close, self.readers, self.writers, self.file)
+        self._end = weakref.finalize(self, _stop, self.readers, self.writers)
 
     def claim(self, nbytes: int) -> None:
         """Make the file so large that tensors of so many bytes, in whole blocks, find room in it later.
@@ -165,6 +165,9 @@ class DiskTier:
 
     def close(self) -> None:
         self._end()
+        for threads in (self.readers, self.writers):
+            threads.shutdown(wait=True)
+        self.file.close()
         for page in [page for page in self.busy if page.freed]:
             self._finish(page)
         self.host.close()
@@ -363,13 +366,14 @@ class Opening:
 
 
 def _write_after(file: File, memory: memoryview, offset: int, ready: Any) -> int:
-    """In a thread, which must not keep the tier alive: its end waits for the threads."""
+    """In a thread, which must not keep the tier alive."""
     if ready is not None:
         ready.synchronize()
     return file.write(memory, offset)
 
 
-def _close(readers: ThreadPoolExecutor, writers: ThreadPoolExecutor, file: File) -> None:
-    for threads in (readers, writers):
-        threads.shutdown(wait=True, cancel_futures=True)
-    file.close()
+def _stop(*pools: ThreadPoolExecutor) -> None:
+    """Begin no more requests. It waits for none: the collector of garbage may run this in a thread that is just starting, where
+    waiting for another thread can last for ever. The file ends with the last request that uses it."""
+    for threads in pools:
+        threads.shutdown(wait=False, cancel_futures=True)

@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import weakref
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ class File:
             raise StorageError(
                 f"offload: no file can be made in {folder!r} ({error.strerror}); pass a folder that can be written to as zerodp.Offload(path=...)"
             ) from error
+        self._end = weakref.finalize(
+            self, os.close, self.handle
+        )  # with its last user, which may be a request in a thread
         self.direct = direct and self._go_direct()
 
     def _go_direct(self) -> bool:
@@ -150,7 +154,7 @@ class File:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            os.close(self.handle)
+            self._end()
 
     def _failed(self, what: str, why: Any, nbytes: int) -> StorageError:
         free = os.statvfs(self.folder)
