@@ -95,7 +95,7 @@ class Arena:
         short, long = Region(self._block, align), Region(self._block, align)
         self.regions = {kind: long if kind in LONG else short for kind in KINDS}
         self.both = (short, long)
-        self.passing = Passing(self._block, align)
+        self.passing = Passing(self.empty, align)
         if beside_activations:
             self.regions["gradients"] = self.passing
         self.limbo: list[Slot] = []
