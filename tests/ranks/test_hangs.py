@@ -289,3 +289,34 @@ def test_rank_that_ends(how: str, tmp_path: Path) -> None:
     assert changed == "False"
     assert "another rank ended or closed its connection, or the process group's time limit passed" in message
     assert f"rank {1 - int(how[-1])}: " in message
+
+
+def ends_before_shard(rank: int, port: int, out: Path) -> None:
+    """Rank 1 is killed before `shard()`; what rank 0 meets there is written to a file."""
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        sharded_net()
+    except zerodp.ZeroError as error:
+        (out / "met").write_text(f"{time.monotonic() - began} {error}")
+    os._exit(0)
+
+
+def test_rank_that_ends_before_shard(tmp_path: Path) -> None:
+    """The time limit is torch's own, half an hour."""
+    context = forks()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [context.Process(target=ends_before_shard, args=(rank, port, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+        process.join()
+    took, message = (tmp_path / "met").read_text().split(maxsplit=1)
+    assert float(took) < SOON
+    assert message.startswith("rank 0: another rank ended before it came to shard()")
