@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +16,7 @@ from .config import AUTO, Config
 from .core import mesh as meshes
 from .core import module, optimizer_state, wrap
 from .core.arena import Arena
-from .core.comm import Comm
+from .core.comm import Comm, gather_objects
 from .core.control import share_verdict, spread, told
 from .core.local import local_of
 from .core.module import ShardedModule
@@ -57,6 +58,8 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     except ConfigError as error:
         settings, problem = Config(mesh=options.get("mesh", getattr(config, "mesh", None))), error
     tensor_mesh = wrap.tensor_mesh(model) if isinstance(model, nn.Module) else None
+    if settings.mesh is None:
+        _meet()
     mesh, wrong_mesh = meshes.resolve(settings.mesh, settings.device, tensor_mesh)
     problem, facts, blocks = problem or wrong_mesh, [], None
     if problem is None:
@@ -77,6 +80,19 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     if settings.stage == AUTO:
         plans = automatic.choose(model, optimizer, plans, settings, device, comm)
     return assemble(model, optimizer, settings, plans, source, comm, Arena(device, beside_activations=True), blocks)
+
+
+def _meet() -> None:
+    """Fails at once where a rank is gone; making new process groups would wait for it until the time limit."""
+    if not dist.is_initialized() or "gloo" not in str(dist.get_backend_config()):
+        return
+    try:
+        gather_objects(None)
+    except RuntimeError as error:
+        raise ZeroError(
+            f"rank {dist.get_rank()}: another rank ended before it came to shard(), or the process group's time limit passed. Look at the "
+            f"other ranks' own errors first. ({str(error).splitlines()[0][:200]})"
+        ) from error
 
 
 def _check(model: nn.Module, optimizer: Any, config: Config) -> list[wrap.Plan]:

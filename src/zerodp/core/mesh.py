@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError, ZeroError
+from ..errors import ConfigError
 from .watch import WATCH
 
 
@@ -247,19 +247,7 @@ def _make(ranks: Sequence[int], lane: str, backend: str) -> Any:
         # Torch names a group of some ranks by how many groups this rank is in. That may differ by rank, so the whole
         # world's groups are made the other way, which names them by the calls so far.
         local = len(ranks) < dist.get_world_size()
-        try:
-            if not local and backend == "gloo" and torch.device("cpu") in dist.group.WORLD._device_types:  # type: ignore[union-attr]
-                dist.all_reduce(
-                    torch.zeros(1, device="cpu")
-                )  # fails at once where a rank is gone; a new group would wait for it
-            _cache[key] = dist.new_group(
-                list(ranks), timeout=_timeout(), backend=backend, use_local_synchronization=local
-            )
-        except RuntimeError as error:
-            raise ZeroError(
-                f"rank {dist.get_rank()}: another rank ended before it came to shard(), or the process group's time limit passed. Look at the "
-                f"other ranks' own errors first. ({str(error).splitlines()[0][:200]})"
-            ) from error
+        _cache[key] = dist.new_group(list(ranks), timeout=_timeout(), backend=backend, use_local_synchronization=local)
     return _cache[key]
 
 
