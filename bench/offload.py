@@ -47,26 +47,25 @@ def timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def zerodp_step(settings: dict[str, Any], precision: str, **offload: Any) -> tuple[Step, Any]:
-    """One training step, of which the optimizer's is timed, and its counters are of that part."""
+def zerodp_step(settings: dict[str, Any], precision: str, **offload: Any) -> tuple[Step, Callable[[], int]]:
+    """(one training step, of which the optimizer's is timed; the bytes of the disk tier since that part began)."""
     import zerodp
 
     model: Any = layers(settings["dim"], settings["layers"])
     optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = zerodp.shard(model, optimizer, precision=precision, offload=zerodp.Offload(**offload))
-    x, moved = torch.randn(2, settings["dim"]), list[int]()
+    x = torch.randn(2, settings["dim"])
 
     def step() -> float:
         model(x).float().pow(2).mean().backward()
         zerodp.stats(model).reset()
         taken = timed(optimizer.step)
-        moved[:] = [
-            ledger.fetched_bytes + ledger.written_bytes
-            for ledger in model._zerodp.places.ledgers()
-            if ledger.place == "disk"
-        ]
         optimizer.zero_grad()
         return taken
+
+    def moved() -> int:
+        ledgers = [ledger for ledger in model._zerodp.places.ledgers() if ledger.place == "disk"]
+        return sum(ledger.fetched_bytes + ledger.written_bytes for ledger in ledgers)
 
     return step, moved
 
@@ -128,18 +127,30 @@ def disk(settings: dict[str, Any]) -> dict[str, Any]:
 
     step, moved = zerodp_step(settings, "bf16", optimizer="disk", path=settings["folder"])
     trial = Trial(settings["folder"], settings["dim"] ** 2 * settings["layers"] * 16)
-    times, rates = [], []
+    times, rates, during, whole = [], [], 0, 0
     for _ in range(settings["rounds"] + 1):
         times.append(step())
+        during = moved()
+        whole = quiet(moved)  # the last writes run on after the step; they would disturb the plain requests
         rates.append(trial.rate(BOTH, REQUEST_BYTES, IN_FLIGHT, settings["seconds"]).bandwidth)
     direct = trial.file.direct
     trial.close()
     return {
-        "seconds": {"disk": min(times[1:]), "plain requests": moved[0] / max(rates[1:])},
-        "step_bytes": moved[0],
+        "seconds": {"disk": min(times[1:]), "plain requests": during / max(rates[1:])},
+        "step_bytes": during,
+        "cycle_bytes": whole,
         "plain_bytes_s": max(rates[1:]),
         "direct": direct,
     }
+
+
+def quiet(moved: Callable[[], int]) -> int:
+    """The bytes once no more come."""
+    before = -1
+    while (now := moved()) != before:
+        before = now
+        time.sleep(0.3)
+    return now
 
 
 # ---- memory

@@ -58,8 +58,7 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     except ConfigError as error:
         settings, problem = Config(mesh=options.get("mesh", getattr(config, "mesh", None))), error
     tensor_mesh = wrap.tensor_mesh(model) if isinstance(model, nn.Module) else None
-    if settings.mesh is None:
-        _meet()
+    _meet(settings.mesh)
     mesh, wrong_mesh = meshes.resolve(settings.mesh, settings.device, tensor_mesh)
     problem, facts, blocks = problem or wrong_mesh, [], None
     if problem is None:
@@ -82,12 +81,13 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
     return assemble(model, optimizer, settings, plans, source, comm, Arena(device, beside_activations=True), blocks)
 
 
-def _meet() -> None:
+def _meet(mesh: Any) -> None:
     """Fails at once where a rank is gone; making new process groups would wait for it until the time limit."""
-    if not dist.is_initialized() or "gloo" not in str(dist.get_backend_config()):
+    group = meshes.meeting(mesh)
+    if group is None or "gloo" not in str(dist.get_backend_config(group)):
         return
     try:
-        gather_objects(None)
+        gather_objects(None, group)
     except RuntimeError as error:
         raise ZeroError(
             f"rank {dist.get_rank()}: another rank ended before it came to shard(), or the process group's time limit passed. Look at the "

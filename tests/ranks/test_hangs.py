@@ -291,26 +291,31 @@ def test_rank_that_ends(how: str, tmp_path: Path) -> None:
     assert f"rank {1 - int(how[-1])}: " in message
 
 
-def ends_before_shard(rank: int, port: int, out: Path) -> None:
+def ends_before_shard(rank: int, port: int, out: Path, over: str) -> None:
     """Rank 1 is killed before `shard()`; what rank 0 meets there is written to a file."""
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    size = 3 if over == "part" else 2
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    mesh = dist.new_group([0, 1]) if over == "part" else None
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     try:
-        sharded_net()
+        if rank == 0:
+            sharded_net(mesh=dist.group.WORLD if over == "world" else mesh)
     except zerodp.ZeroError as error:
         (out / "met").write_text(f"{time.monotonic() - began} {error}")
     os._exit(0)
 
 
-def test_rank_that_ends_before_shard(tmp_path: Path) -> None:
-    """The time limit is torch's own, half an hour."""
+@pytest.mark.parametrize("over", ["no mesh", "world", "part"])
+def test_rank_that_ends_before_shard(over: str, tmp_path: Path) -> None:
+    """The time limit is torch's own, half an hour. In a part of the world of three the last rank is not asked."""
     context = forks()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [context.Process(target=ends_before_shard, args=(rank, port, tmp_path)) for rank in range(2)]
+    ranks = range(3 if over == "part" else 2)
+    processes = [context.Process(target=ends_before_shard, args=(rank, port, tmp_path, over)) for rank in ranks]
     for process in processes:
         process.start()
     for process in processes:

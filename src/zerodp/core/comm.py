@@ -368,12 +368,12 @@ def _decoded(data: Tensor) -> Any:
     return json.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Every rank's picklable value over the user's own world group, in rank order."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Every rank's picklable value over one of the user's own process groups, the world if None, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 

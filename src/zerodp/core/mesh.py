@@ -164,6 +164,20 @@ def _members(mesh: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(mesh if isinstance(mesh, dist.ProcessGroup) else None))
 
 
+def meeting(mesh: Any) -> Any:
+    """The user's own process group of all the ranks that should call `shard()` with this mesh; None where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    members = _members(mesh)
+    if len(members) == dist.get_world_size():  # so ranks that were given different meshes, or wrong ones, still meet
+        return dist.group.WORLD
+    if dist.get_rank() not in members:
+        return None
+    if isinstance(mesh, DeviceMesh):
+        return mesh.get_group() if mesh.ndim == 1 else None
+    return mesh
+
+
 def _dims(mesh: Any, world: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
     """(this rank's shard group, its replicate group, the process group they come from)."""
     me = dist.get_rank()
