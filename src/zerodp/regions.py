@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 ALIGN = 512  # bytes; of CUDA's own allocations, and a multiple of a cache line; some users of memory want more
-LARGE = 4  # what takes this part of all there is goes to the upper end, so that small things do not cut its place up
+LARGE = 4  # what takes this part of the largest goes to the upper end, so that small things do not cut its place up
 
 
 class Lasting:
@@ -77,11 +77,17 @@ class Region:
         )
         self.begins: tuple[int, bool] | None = None  # the request for which it is cut as it is
         self.lent = self.peak = self.reserved = self.allocations = 0
+        self.largest = 0  # of the requests
 
-    def take(self, nbytes: int, top: bool) -> Space:
-        """At least so many bytes; their contents are arbitrary. Where there is no memory for them, nothing is counted as lent."""
+    def take(self, nbytes: int, top: bool | None = None) -> Space:
+        """At least so many bytes; their contents are arbitrary. Where there is no memory for them, nothing is counted as lent.
+
+        top: from which end, where the user's kinds tell; else large things come from the upper one.
+        """
         size = max(-(-nbytes // self.align), 1) * self.align
-        top = top or size * LARGE >= self.reserved
+        self.largest = max(self.largest, size)
+        if top is None:
+            top = size * LARGE >= self.largest
         if not self.lent and self.begins != (size, top):
             self._begin(size, top)
         same = self.idle.get((size, top)) or self.idle.get((size, not top))
@@ -218,7 +224,7 @@ class Region:
 class Passing(Region):
     """Of a device whose memory others need as well, at other times: what is given back is gone."""
 
-    def take(self, nbytes: int, top: bool) -> Space:
+    def take(self, nbytes: int, top: bool | None = None) -> Space:
         size = max(-(-nbytes // self.align), 1) * self.align
         space = self._allocate(size)
         self.idle[size, space.top].remove(space)

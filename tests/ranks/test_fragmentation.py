@@ -117,6 +117,23 @@ def test_units_of_one_size_need_no_cutting(precision: Any) -> None:
     assert cuts(12) == cuts(6)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("kept", [0, 1.5, 2, 3.25, 4, 8])
+def test_kept_units_leave_no_holes(kept: float) -> None:
+    """`unsharded_bytes`: small things do not lie where there would be room for a unit, however much is kept."""
+    model = nn.Sequential(nn.Linear(3, 64), *(Block(64) for _ in range(8)), nn.Linear(64, 8))
+    unit = 4 * sum(p.numel() for p in model[1].parameters())
+    model, optimizer = zerodp.shard(model, adamw(model), stage=3, units=[Block], unsharded_bytes=int(kept * unit))
+    short, seen = model._zerodp.arena.both[0], []
+    for _ in range(WARM_UP):
+        squares(model, torch.ones(4, 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((short.reserved, short.allocations))
+    assert seen[-3] == seen[-2] == seen[-1]
+    assert short.reserved == short.peak
+
+
 def step_of(model: nn.Module) -> list[Any]:
     squares(model, torch.randn(4, 3)).backward()
     return list(zerodp.local_shards(model, "gradients"))

@@ -78,10 +78,10 @@ def test_blocks_become_one_of_the_size_that_was_needed() -> None:
     low, high = region.take(2 * ALIGN, top=False), region.take(2 * ALIGN, top=True)
     assert (region.reserved, region.allocations) == (12 * ALIGN, 5)
     assert (low.start, high.start) == (0, 10 * ALIGN)
-    large = region.take(3 * ALIGN, top=False)
-    assert large.start == 7 * ALIGN  # a quarter of all goes to the upper end
-    region.give(low)
-    region.give(large)
+    large, little = region.take(ALIGN), region.take(ALIGN // 2)
+    assert (large.start, little.start) == (9 * ALIGN, 8 * ALIGN)  # a quarter of the largest goes to the upper end
+    for space in (low, large, little):
+        region.give(space)
     assert region.take(10 * ALIGN, top=False).start == 0  # idle neighbours join
     assert region.allocations == 5
 

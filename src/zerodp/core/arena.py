@@ -130,7 +130,7 @@ class Arena:
         region = self.regions[where]
         if where == "activations":
             self.regions["gradients"] = region
-        space = region.take(needed, where in TOP)
+        space = region.take(needed, where in TOP if where in LONG else None)
         if space.slot is None:
             space.slot = Slot(region, space)
         self.add(kind, needed)
