@@ -221,21 +221,32 @@ class Region:
                 yield run
 
 
+class Block(Space):
+    """A block of its own, which has nothing beside it and is never cut."""
+
+    __slots__ = ()
+
+    def memory(self) -> Tensor:
+        return self.block
+
+
 class Passing(Region):
     """Of a device whose memory others need as well, at other times: what is given back is gone."""
 
     def take(self, nbytes: int, top: bool | None = None) -> Space:
         size = max(-(-nbytes // self.align), 1) * self.align
-        space = self._allocate(size)
-        self.idle[size, space.top].remove(space)
+        space = Block(self.empty(size, torch.uint8), 0, size, False)
         space.idle = False
+        self.reserved += size
+        self.allocations += 1
         self.lent += size
         self.peak = max(self.peak, self.lent)
         return space
 
     def give(self, space: Space) -> None:
-        super().give(space)
-        self._drop(space.size)
+        self.lent -= space.size
+        self.reserved -= space.size
+        space.slot = None  # the memory goes with its last user
 
 
 def _bytes(run: list[Space]) -> int:

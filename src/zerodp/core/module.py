@@ -99,7 +99,7 @@ def install(model: nn.Module, runtime: Runtime, precision: Precision | None) -> 
     """
     hide_from_compiler()
     handles: list[Any] = []
-    guard = Guard(model, runtime)
+    guard = Guard(model)
     hooks = Hooks(runtime, guard, precision)
     inside: set[int] = set()
     for unit in runtime.units:
@@ -197,31 +197,33 @@ class Hooks:
 class Guard:
     """Notices that modules or parameters were added, removed or replaced since `shard()`, at the next forward."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.modules = [
-            (name, module, len(module._parameters), len(module._modules)) for name, module in model.named_modules()
-        ]
-        self.children = [
-            (name, m._modules, key, child) for name, m in model.named_modules() for key, child in m._modules.items()
-        ]
-        self.slots = [
-            (name, m._parameters, key, p)
-            for name, m in model.named_modules()
-            for key, p in m._parameters.items()
-            if p is not None
-        ]
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = list(model.named_modules())
+        self.found = self._look()
+        self.ids = self._ids()
 
     def check(self) -> None:
-        for name, module, num_parameters, num_modules in self.modules:
-            if len(module._parameters) != num_parameters or len(module._modules) != num_modules:
+        if (ids := self._ids()) == self.ids:  # asked before every pass
+            return
+        now = self._look()
+        for name, what in self.found.items():
+            if now[name][:2] != what[:2]:
                 self._refuse(name, "has other parameters or submodules")
-        for name, modules, key, child in self.children:
-            if modules.get(key) is not child:
-                self._refuse(f"{name}.{key}" if name else key, "is another module")
-        for name, parameters, key, parameter in self.slots:
-            if parameters.get(key) is not parameter:
-                self._refuse(f"{name}.{key}" if name else key, "is another Parameter")
+            for key, part in what[2].items():
+                if now[name][2].get(key) is not part:
+                    kind = "module" if isinstance(part, nn.Module) else "Parameter"
+                    self._refuse(f"{name}.{key}" if name else key, f"is another {kind}")
+        self.ids = ids  # the same ones in another order
+
+    def _ids(self) -> list[int]:
+        parts = [part for _, m in self.modules for parts in (m._parameters, m._modules) for part in parts.values()]
+        return list(map(id, parts))
+
+    def _look(self) -> dict[str, tuple[int, int, dict[str, Any]]]:
+        """Of each module its numbers of parameters and submodules, and these."""
+        return {
+            name: (len(m._parameters), len(m._modules), {**m._parameters, **m._modules}) for name, m in self.modules
+        }
 
     def _refuse(self, name: str, what: str) -> None:
         raise ShardedError(

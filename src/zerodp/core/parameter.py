@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShardedError
-from .local import get_inner, local_of
+from .local import get_inner
 
 if TYPE_CHECKING:
     from .local import Local
@@ -71,8 +71,7 @@ class Note:
 
     __slots__ = ("flat", "offset", "size", "spec", "stride")
 
-    def __init__(self, flat: Flat, saved: Tensor) -> None:
-        view = local_of(saved)
+    def __init__(self, flat: Flat, view: Tensor, saved: Tensor) -> None:
         self.flat, self.offset, self.size, self.stride = flat, view.storage_offset(), view.size(), view.stride()
         self.spec = None if view is saved else saved._spec  # type: ignore[attr-defined]
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..config import Config
@@ -25,7 +26,7 @@ from .comm import Comm
 from .control import Control, Kind
 from .edits import Edits
 from .lending import Lending
-from .local import local_of
+from .local import get_inner
 from .pager import Pager
 from .parameter import Note, Where, writes
 from .reducer import Reducer
@@ -326,11 +327,12 @@ class Runtime:
 
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
+        view = get_inner(tensor) if isinstance(tensor, DTensor) else tensor  # a call of `local_of` would cost more
         try:
-            flat = self.pages.get(storage_address(local_of(tensor)))
+            flat = self.pages.get(storage_address(view))
         except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
             return tensor
-        return tensor if flat is None else Note(flat, tensor)
+        return tensor if flat is None else Note(flat, view, tensor)
 
     def unpack(self, saved: Any) -> Tensor:
         if type(saved) is not Note:
