@@ -421,6 +421,9 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
     "to dtype": lambda model: model.to(torch.float64),
     "to device": lambda model: model.to("meta"),
     "to empty": lambda model: model.to_empty(device="meta"),
+    "to empty, the same device": lambda model: model.to_empty(device="cpu"),
+    "share memory": lambda model: model.share_memory(),
+    "memory format": lambda model: model.to(memory_format=torch.channels_last),
     "part": lambda model: model.blocks[1].double(),  # type: ignore[union-attr, operator, index]
 }
 

@@ -52,6 +52,32 @@ def test_an_edit_in_forward_is_refused(stage: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_edit_through_detach_is_refused(stage: int) -> None:
+    """Where parameters stay whole: what pages come and go has nothing to detach. Reading is fine."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[Block])
+    x = rows(3)(0, 0, 0)
+
+    def step() -> None:
+        squares(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    model.blocks[0].a.weight.detach().norm()
+    step()
+    model.blocks[0].a.weight.detach().mul_(0.5)
+    with pytest.raises(zerodp.ShardedError, match=r"'blocks.0.a.weight' was edited.*through detach\(\).*write=True"):
+        model(x)
+    with zerodp.full_params(model, write=True):
+        model.blocks[0].a.weight.detach().mul_(0.5)
+    step()
+    step()
+
+
+@on_ranks(2)
 def test_an_embedding_that_edits_its_weights_is_refused(stage: int) -> None:
     """torch's `max_norm` scales rows in forward, each rank other ones."""
     model: Any = nn.Sequential(nn.Embedding(9, 6, max_norm=0.1), nn.Linear(6, 3))

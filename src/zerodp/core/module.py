@@ -74,12 +74,17 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for flat in self._zerodp.flats():
-            probe = torch.empty(0, dtype=flat.param_dtype, device=self._zerodp.arena.device)
+            probe = torch.empty(2, 2, 2, 2, dtype=flat.param_dtype, device=self._zerodp.arena.device)
             moved = fn(probe)
             if moved.dtype != probe.dtype or moved.device != probe.device:
                 raise ShardedError(
                     f"the sharded model computes in {probe.dtype} on {probe.device} and cannot be turned into {moved.dtype} on {moved.device}: "
                     "choose precision= and device= in zerodp.shard, or zerodp.unshard(model) first"
+                )
+            if moved is not probe or (probe.device.type == "cpu" and probe.is_shared()):
+                raise ShardedError(
+                    "to_empty(), share_memory(), another memory_format and other conversions do not reach the shards of a sharded model: do that "
+                    "before shard(), edit values inside zerodp.full_params(model, write=True), or zerodp.unshard(model) first"
                 )
         return self
 
