@@ -69,6 +69,9 @@ def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None,
             facts = [*_facts(settings, plans, optimizer), *(blocks.facts if blocks else ())]
         except ZeroError as error:
             problem = error
+        except Exception as error:  # of a function or class of the user's; the other ranks must hear of it
+            problem = ZeroError(f"shard() failed: {type(error).__name__}: {error}")
+            problem.__cause__ = error
     comm = Comm(mesh, exact=mesh.backend != "nccl", check=settings.check)
     share_verdict(comm.exchange_objects(told(problem), "the other ranks' shard()"), problem)
     _compare(comm.exchange_objects(facts, "the other ranks' shard()"))

@@ -9,12 +9,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .core.local import block_of, local_of
+from .core.parameter import is_hidden
 from .core.wrap import tensor_mesh
 from .errors import ConfigError
+
+WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def check_model(model: nn.Module) -> None:
     """What no layout can hold is refused by name."""
+    _check_alone(model)
     mesh = tensor_mesh(model)
     for name, buffer in model.named_buffers():
         _check_placements(name, buffer, mesh)
@@ -45,6 +49,22 @@ def check_model(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ConfigError(
                 f"module {name!r} gives sparse gradients, which cannot be reduced here; build it with sparse=False"
+            )
+
+
+def _check_alone(model: nn.Module) -> None:
+    """No other library, and no other model here, keeps these parameters in step."""
+    for name, module in model.named_modules():
+        others = WRAPPERS & {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}
+        if others:
+            raise ConfigError(
+                f"shard: {f'module {name!r}' if name else 'the model'} is a {sorted(others)[0]} of torch's already, which would reduce the same "
+                "gradients once more; give zerodp.shard the plain model"
+            )
+    for name, parameter in model.named_parameters():
+        if is_hidden(parameter):
+            raise ConfigError(
+                f"shard: parameter {name!r} belongs to a model that is sharded already; shard the whole model once, or zerodp.unshard it first"
             )
 
 

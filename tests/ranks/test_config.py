@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import zerodp
 from tests.ranks.oracle import Task, adamw, all_close, close, momentum, parity, rows, squares
@@ -303,6 +304,45 @@ def test_meshes(mistake: str) -> None:
 @pytest.mark.parametrize("bad_on", [0, 1])
 def test_mesh_that_is_wrong_on_one_rank(bad_on: int) -> None:
     refused_alike(Net(), adamw, f"rank {bad_on}: .*mesh: expected", mesh=[0, 1] if dist.get_rank() == bad_on else None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("option", ["units", "checkpoint_activations"])
+@pytest.mark.parametrize("bad_on", [(0, 1), (1,)], ids=["all", "one"])
+def test_function_that_fails(option: str, bad_on: tuple[int, ...]) -> None:
+    """The other ranks hear of it."""
+
+    def chooses(name: str, module: nn.Module) -> bool:
+        return isinstance(module, Block) if dist.get_rank() not in bad_on else bool(module.nothing)
+
+    refused_alike(Net(), adamw, f"{option}: .*function failed at module 'emb': AttributeError", **{option: chooses})
+
+
+@on_ranks(2)
+def test_optimizer_that_cannot_be_read_on_one_rank() -> None:
+    """An error that nobody foresaw: the others hear of it all the same."""
+    model = Net()
+    optimizer: Any = adamw(model)
+    if dist.get_rank() == 1:
+        optimizer.param_groups = None
+    with pytest.raises(zerodp.ZeroError, match=r"^rank 1: shard\(\) failed: TypeError: "):
+        zerodp.shard(model, optimizer)
+    parity(Task(Net, rows(3), steps=1), units=[Block])
+
+
+@on_ranks(2)
+def test_model_that_something_else_keeps_in_step() -> None:
+    refused_alike(DistributedDataParallel(Net()), adamw, "the model is a DistributedDataParallel.*plain model")
+    inside = Net()
+    inside.extra = DistributedDataParallel(nn.Linear(2, 2))
+    refused_alike(inside, adamw, "module 'extra' is a DistributedDataParallel")
+
+
+@on_ranks(2)
+def test_part_of_a_sharded_model(stage: int) -> None:
+    model, _ = zerodp.shard(Net(), stage=stage, units=[Block])
+    with pytest.raises(zerodp.ConfigError, match=r"parameter 'a.weight' belongs to a model that is sharded"):
+        zerodp.shard(model.blocks[0])
 
 
 @on_ranks(3)

@@ -181,6 +181,59 @@ ALONE: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["step", "clip"])
+def test_settings_that_differ_between_ranks(what: str, stage: int) -> None:
+    """A learning rate by the rank's own loss, say: parts of one parameter would be stepped in different ways."""
+    model, optimizer = sharded_net(stage=stage)
+    train_step(model, optimizer)
+    squares(model, TASK.batch(1, 0, dist.get_rank())).backward()
+    if what == "step":
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+    own = "lr=" if what == "step" else r"max_norm=[12]\.0, norm_type=2\.0"
+    with refused(
+        optimizer, f"rank {dist.get_rank()} called .* with .*{own}.*rank .* with|with other settings; rank 1 .*{own}"
+    ):
+        if what == "clip":
+            optimizer.clip_grad_norm_(1.0 + dist.get_rank())
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_torchs_clip_over_the_optimizers_parameters_is_refused(stage: int) -> None:
+    """It would take the norm of this rank's part. Clipping values is the same on parts, and works."""
+    model, optimizer = sharded_net(stage=stage)
+    squares(model, TASK.batch(0, 0, dist.get_rank())).backward()
+    segments = optimizer.param_groups[0]["params"]
+    with pytest.raises(zerodp.ShardedError, match=r"use optimizer\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(segments, 1.0)
+    nn.utils.clip_grad_value_(segments, 1e-3)
+    assert max(float(grad.abs().max()) for _, _, grad in zerodp.local_shards(model, "gradients")) <= 1.001e-3
+    optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+def test_state_dicts_that_differ_between_ranks(of: str, stage: int) -> None:
+    """Each rank would keep its part of another one."""
+    model, optimizer = sharded_net(stage=stage)
+    train_step(model, optimizer)
+    which = model if of == "model" else optimizer
+    state = which.state_dict()
+    if of == "model":
+        changed = state["blocks.1.a.weight"]
+    else:
+        changed = state["state"]["blocks.1.a.weight"]["momentum_buffer"]
+    original = changed.clone()
+    if dist.get_rank() == 1:
+        changed.add_(1.0)
+    with pytest.raises(zerodp.RankMismatchError, match=r"another 'blocks.1.a.weight.*' on rank 1 than on rank 0"):
+        which.load_state_dict(state)
+    changed.copy_(original)
+    which.load_state_dict(state)
+    train_step(model, optimizer, 1)
+
+
 @case("B53")
 @on_ranks(2)
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..agreement import require_same, values_of
 from ..errors import CheckpointError, ConfigError, ShardedError
 from ..offload.home import GRADIENT, MASTER, Home, walk
 from .bits import checksum, differing, same_bits, same_values
@@ -228,6 +229,7 @@ def load(runtime: Runtime, state_dict: Any, plainly: Callable[[Any], Any]) -> An
     """Run torch's own load on whole parameters, then take what changed into the shards."""
     problem, result = _two_values(runtime, state_dict), None
     with whole(runtime):
+        require_same(runtime.comm.exchange_objects(values_of(state_dict), "the same load"), "load_state_dict()")
         before = {flat: [value.clone() for value in _held(flat)] for flat in runtime.flats()}
         with kept_buffers(runtime):
             try:
@@ -239,6 +241,8 @@ def load(runtime: Runtime, state_dict: Any, plainly: Callable[[Any], Any]) -> An
         for flat, values in before.items():
             pairs = enumerate(zip(_held(flat), values, strict=True))
             _write(flat, {i: (_laid(flat, i, a), _laid(flat, i, b)) for i, (a, b) in pairs if not same_bits(a, b)})
+    for unit in runtime.units:
+        runtime.edits.forget(unit)
     runtime.changed()
     return result
 

@@ -72,6 +72,7 @@ class Control:
         forwards = [("forward", name, grad) for name in runtime.module_names.values() for grad in (True, False)]
         self.numbers = {number_of(key): _entry(key) for key in forwards}
         self.flats = list(runtime.flats())
+        self.settings = 0, ""  # of this rank's last step or clip
         num_units, num_parameters = len(runtime.units), sum(len(flat.parameters) for flat in self.flats)
         self.columns = {self.UNITS: (8, num_units), self.GRADIENTS: (8 + _words(num_units), num_parameters)}
         self.width = 8 + _words(num_units) + _words(num_parameters)
@@ -131,6 +132,11 @@ class Control:
         """A mistake found on one rank is raised on all of them, before anything is changed."""
         share_verdict(self.comm.exchange_objects(told(error), "the verdict of all ranks"), error)
 
+    def alike(self, settings: str) -> int:
+        """The argument of a message by which the ranks notice that their settings differ."""
+        self.settings = number_of(settings), settings
+        return self.settings[0]
+
     # ---- reading
 
     def mask(self, rows: Tensor, which: str) -> int:
@@ -155,7 +161,9 @@ class Control:
         if not self.compares or bool((rows[:, :4] == rows[0, :4]).all()):
             return
         said = [self._says(row) for row in rows]
-        if len(set(said)) == 1:
+        if len(set(said)) == 1 and not bool((rows[:, 1] == rows[0, 1]).all()):
+            said = [f"{text} with {self._settings(row)}" for text, row in zip(said, rows, strict=True)]
+        elif len(set(said)) == 1:
             said = [f"{text} after {int(row[3])} collectives" for text, row in zip(said, rows, strict=True)]
             if len(set(said)) == 1:
                 said = [f"{text} (fingerprint {int(row[2]):x})" for text, row in zip(said, rows, strict=True)]
@@ -164,6 +172,10 @@ class Control:
             f"the ranks did different things: {lines}. Last on this rank: {self.runtime.last_event()}. Every rank must run the same number of "
             "forward and backward passes and steps in the same order; inside zerodp.full_params() forward passes need not match"
         )
+
+    def _settings(self, row: Tensor) -> str:
+        number, text = self.settings
+        return text[:300] if int(row[1]) == number else "other settings"
 
     def _says(self, row: Tensor) -> str:
         kind, argument = Kind(int(row[0])), int(row[1])

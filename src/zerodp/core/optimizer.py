@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..agreement import settings_of
 from ..errors import ConfigError, ShardedError
 from ..offload.home import Home
 from ..offload.unscaling import stand_in
@@ -42,6 +43,11 @@ class SegmentParameter(nn.Parameter):
         given = grad_of(self)
         if given is not None:
             return given  # type: ignore[no-any-return]
+        if _clips(sys._getframe(1)):
+            raise ShardedError(
+                "torch.nn.utils.clip_grad_norm_ over the optimizer's own parameters would clip by the norm of this rank's part; use "
+                "optimizer.clip_grad_norm_(max_norm)"
+            )
         self.engine.runtime.reducer.drain()
         if self.flat.grad is None:
             return None
@@ -58,6 +64,15 @@ class SegmentParameter(nn.Parameter):
     @property
     def full_name(self) -> str:
         return self.flat.names[self.segment.index]
+
+
+def _clips(frame: Any) -> bool:
+    """Whether this is torch's function that takes a norm over whatever parameters it is given."""
+    while frame.f_code.co_name == "<listcomp>":
+        frame = frame.f_back
+    return bool(
+        frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals["__name__"] == nn.utils.clip_grad.__name__
+    )
 
 
 # torch's optimizers take their foreach kernels by default where they know the class of all parameters.
@@ -143,7 +158,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not (isinstance(max_norm, (int, float, Tensor)) and float(max_norm) >= 0):
             raise ConfigError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm!r}")
         engine = self._zerodp
-        engine.runtime.settle(Kind.CLIP)
+        settings = engine.runtime.control.alike(f"max_norm={float(max_norm)!r}, norm_type={float(norm_type)!r}")
+        engine.runtime.settle(Kind.CLIP, settings)
         total = norms.total_norm(engine, float(norm_type))
         norms.scale_gradients(engine, min(float(max_norm) / (total + 1e-6), 1.0))
         return total
@@ -173,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             runtime.unscaled_backwards = 0
             raise ShardedError("fp16 needs a scaled loss: call optimizer.backward(loss) instead of loss.backward()")
         runtime.unscaled_backwards = 0
-        rows = runtime.settle(Kind.STEP)
+        rows = runtime.settle(Kind.STEP, runtime.control.alike(settings_of(self.param_groups)))
         if engine.scaler.active:  # now that every gradient has been reduced
             rows = runtime.control.require(Kind.STEP, overflow=norms.overflows(engine))
         overflow = bool(rows[:, Control.OVERFLOW].any())

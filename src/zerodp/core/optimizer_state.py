@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..agreement import require_same, values_of
 from ..errors import CheckpointError, ConfigError, ZeroError
 from ..offload.home import STATES, is_elementwise, walk
 from ..offload.lazy_states import replace_states
@@ -187,6 +188,8 @@ def load_full_state(optimizer: ShardedOptimizer, given: dict[str, Any]) -> None:
     except CheckpointError as found:
         error = found
     engine.runtime.control.share(error)
+    values = values_of({f"{name}.{key}": value for name, state in states.items() for key, value in state.items()})
+    require_same(engine.runtime.comm.exchange_objects(values, "the same load"), "optimizer.load_state_dict()")
     replace_states(optimizer.state, taken, engine)
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update({k: v for k, v in settings.items() if k not in ("params", "param_names")})

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..config import Config
+from ..edits import Edits
 from ..errors import ShardedError
 from ..offload.home import MASTER, walk
 from .arena import Arena
 from .bits import storage_address
 from .comm import Comm
 from .control import Control, Kind
-from .edits import Edits
 from .lending import Lending
 from .local import get_inner
 from .pager import Pager
@@ -346,12 +346,12 @@ class Runtime:
 
     # ---- steps and collectives outside passes
 
-    def settle(self, what: Kind) -> Tensor:
+    def settle(self, what: Kind, argument: int = 0) -> Tensor:
         """All ranks are here, nothing is under way, and no gradient waits in a bucket anywhere. The result is the ranks' messages."""
         self.end_failed()
         self.lending.take_back()
         self.reducer.drain()
-        rows = self.control.require(what)
+        rows = self.control.require(what, argument)
         self.reduce_waiting(rows)
         self.reducer.drain()
         return rows

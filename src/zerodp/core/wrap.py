@@ -99,13 +99,17 @@ def residencies(config: Config, names: Sequence[str]) -> dict[str, Residency]:
     return found
 
 
-def choose_modules(model: nn.Module, units: Any) -> dict[str, nn.Module]:
-    """Name -> module of every unit but the root."""
+def choose_modules(model: nn.Module, units: Any, option: str = "units") -> dict[str, nn.Module]:
+    """Name -> module of every unit but the root. `option` is what the user calls the choice.
+
+    Raises:
+        ConfigError: a pattern that names nothing, or a function that fails.
+    """
     named = {name: module for name, module in model.named_modules() if name}
     if units is None:
         return automatic(model)
     if callable(units) and not isinstance(units, tuple):
-        return {name: module for name, module in named.items() if units(name, module)}
+        return {name: module for name, module in named.items() if _chooses(units, name, module, option)}
     chosen: dict[str, nn.Module] = {}
     for item in units:
         hits = {
@@ -116,10 +120,19 @@ def choose_modules(model: nn.Module, units: Any) -> dict[str, nn.Module]:
         if not hits and not (isinstance(item, type) and isinstance(model, item)):
             what = item.__name__ if isinstance(item, type) else repr(item)
             raise ConfigError(
-                f"units: the model has no module like {what}; it has {', '.join(sorted({type(m).__name__ for m in named.values()}))}"
+                f"{option}: the model has no module like {what}; it has {', '.join(sorted({type(m).__name__ for m in named.values()}))}"
             )
         chosen.update(hits)
     return {name: module for name, module in named.items() if name in chosen}
+
+
+def _chooses(units: Any, name: str, module: nn.Module, option: str) -> bool:
+    try:
+        return bool(units(name, module))
+    except Exception as error:  # the other ranks must hear of it
+        raise ConfigError(
+            f"{option}: the given function failed at module {name!r}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def automatic(model: nn.Module) -> dict[str, nn.Module]:

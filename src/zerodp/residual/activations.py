@@ -49,6 +49,8 @@ def activation_checkpoint(
         ConfigError: an option that cannot work, or a call that changed an object given to it.
         StorageError: the disk is full or cannot be read, here or on another rank.
     """
+    if not callable(function):
+        raise ConfigError(f"activation_checkpoint: expected something to call, got {type(function).__name__}")
     hide_from_compiler()
     label = getattr(function, "__qualname__", type(function).__name__)
     return _call(function, Settings.of(partition, offload), label, args, kwargs)
@@ -69,7 +71,9 @@ def apply_activation_checkpointing(model: M, units: Any = None, partition: Any =
     Raises:
         ConfigError: an option that cannot work, or no such modules.
     """
-    Blocks.of(model, units, partition, offload).apply()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"apply_activation_checkpointing: expected a torch.nn.Module, got {type(model).__name__}")
+    Blocks.of(model, units, partition, offload, "units").apply()
     return model
 
 
@@ -89,7 +93,8 @@ def blocks_of(model: nn.Module, config: Config) -> Blocks | None:
                 "partition_activations=True splits over the tensor-parallel ranks, and no parameter of this model is a DTensor; pass the process "
                 "group or 1-D mesh whose ranks see the same inputs, or leave it out"
             )
-    return Blocks.of(model, None if units is True else units, partition or None, config.offload)
+    chosen = None if units is True else units
+    return Blocks.of(model, chosen, partition or None, config.offload, "checkpoint_activations")
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,16 @@ class Blocks:
     settings: Settings
 
     @classmethod
-    def of(cls, model: nn.Module, units: Any, partition: Any, offload: Any) -> Blocks:
+    def of(cls, model: nn.Module, units: Any, partition: Any, offload: Any, option: str) -> Blocks:
         """
+        Args:
+            option: what the user calls `units`.
+
         Raises:
             ConfigError: an option that cannot work, or no such modules.
         """
         settings = Settings.of(partition, offload)
-        chosen = wrap.choose_modules(model, Config(units=units).units)
+        chosen = wrap.choose_modules(model, Config(units=units).units, option)
         if units is None:
             chosen = {name: module for name, module in chosen.items() if any(True for _ in module.children())}
         if not chosen:

@@ -202,6 +202,8 @@ def tile_linears(model: M, rule: Any = None, tiles: tuple[int, int] = (1, 4), ab
         ConfigError: a layer that is asked for by name or function and cannot be tiled, a pattern that names no layer, or a sharded
             model.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"tile_linears: expected a torch.nn.Module, got {type(model).__name__}")
     if any(isinstance(module, ShardedModule) for module in model.modules()):
         raise ConfigError("tile_linears: this model is sharded already; tile it before zerodp.shard")
     linears = {name: module for name, module in model.named_modules() if _is_linear(module)}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import ShardedError
+from .errors import ShardedError
 
 if TYPE_CHECKING:
-    from .unit import Unit
+    from .core.unit import Unit
 
 
 class Edits:
