@@ -35,6 +35,7 @@ from .residual.activations import Blocks, blocks_of
 from .shardable import check_model
 
 
+@torch.inference_mode(False)  # what is made here must be trainable
 def shard(model: nn.Module, optimizer: Any = None, config: Config | None = None, **options: Any) -> tuple[Any, Any]:
     """Shard `model` and `optimizer` over the ranks of the process group, in place (a collective).
 

@@ -143,7 +143,7 @@ class Offload:
                 'optimizer="host" or "disk"'
             )
         if self.path is not None:
-            if not isinstance(self.path, (str, os.PathLike)):
+            if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
                 raise ConfigError(f"Offload.path: expected the path of a folder, got {self.path!r}")
             object.__setattr__(self, "path", os.fspath(self.path))
         if self.host_bytes is not None:

@@ -29,6 +29,7 @@ LAYERS = [
         "regions",
         "agreement",
         "edits",
+        "guard",
         "tiers",
         "tiers.*",
     ),

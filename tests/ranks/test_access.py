@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,3 +291,51 @@ def test_initialisation_functions_inside_the_writing_context(stage: int) -> None
             nn.init.normal_(module.weight)
             nn.init.zeros_(module.bias)
     all_close("initialised", dict(model.state_dict()), dict(expected.state_dict()))
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "grad": lambda model, x: torch.func.grad(lambda given: model(given).sum())(x),
+    "vjp": lambda model, x: torch.func.vjp(model, x)[1](torch.ones(1, 3))[0],
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_torch_func(transform: str, stage: int) -> None:
+    """Over inputs. With sharded parameters they are refused; training goes on either way."""
+    plain, model = Net(), Net()
+    model.load_state_dict(plain.state_dict())
+    zerodp.shard(model, stage=stage, units=[Block])
+    x, transformed = torch.ones(1, 3), TRANSFORMS[transform]
+    with warnings.catch_warnings(action="ignore"):
+        torch.func.jvp(torch.sin, (x,), (x,))  # torch compiles something at the first
+    if stage == 3 or transform != "jvp":
+        with pytest.raises(zerodp.ShardedError, match=r"torch\.func transform.*use backward"):
+            transformed(model, x)
+    else:
+        assert torch.equal(transformed(model, x), transformed(plain, x))
+    parity(Task(Net, rows(3), steps=1), stage=stage, units=[Block])
+    squares(model, x).backward()
+
+
+@on_ranks(2)
+def test_everything_can_be_read_in_inference_mode(stage: int, tmp_path: Path) -> None:
+    """And training afterwards is the oracle's."""
+
+    def between(step: int, model: Any, optimizer: Any) -> None:
+        if isinstance(model, zerodp.ShardedModule):
+            with torch.inference_mode():
+                model(torch.ones(1, 3))
+                model.state_dict()
+                optimizer.state_dict()
+                zerodp.full_state_dict(model)
+                zerodp.save(tmp_path / "saved", model, optimizer)
+                with zerodp.full_params(model):
+                    model.head.weight.sum()
+                if step == 1:
+                    zerodp.load(tmp_path / "saved", model, optimizer)
+                    model.load_state_dict(model.state_dict())
+
+    parity(Task(Net, rows(3), steps=4, between=between), stage=stage, units=[Block])

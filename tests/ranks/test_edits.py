@@ -201,3 +201,90 @@ def test_parameters_over_the_same_memory_are_refused() -> None:
     for number in range(2):
         model[number].weight = nn.Parameter(memory[9 * number : 9 * number + 9].view(3, 3))
     zerodp.shard(model, adamw(model))
+
+
+def stepping(model: Any, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def writing(model: Any, optimizer: Any) -> None:
+    with zerodp.full_params(model, write=True):
+        model.head.weight.data.zero_()
+
+
+def loading(model: Any, optimizer: Any) -> None:
+    model.load_state_dict(Net().state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", [stepping, writing, loading])
+def test_backward_through_values_that_have_changed_is_refused(change: Callable[[Any, Any], None], stage: int) -> None:
+    """Torch refuses it too. Afterwards training goes on."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[Block])
+    x = rows(3)(0, 0, 0)
+    old = squares(model, x)
+    squares(model, x).backward()
+    change(model, optimizer)
+    with pytest.raises(zerodp.ShardedError, match=r"before the parameters changed.*Run forward again"):
+        old.backward()
+    optimizer.zero_grad()
+    for _ in range(2):
+        squares(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_step_that_changes_nothing_makes_no_forward_old(stage: int) -> None:
+    model: Any = Net()
+    model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[Block])
+    loss = squares(model, rows(3)(0, 0, 0))
+    optimizer.step()
+    loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_step_inside_a_pass_is_refused(place: str, stage: int) -> None:
+    torch.manual_seed(0)
+    model: Any = Net()
+    model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[Block])
+    x = rows(3)(0, 0, 0)
+    squares(model, x).backward()
+    where = "forward" if place == "forward" else "full_backward"
+    hook = getattr(model.blocks[1], f"register_{where}_hook")(lambda *_: optimizer.step())
+    with pytest.raises(zerodp.ShardedError, match=rf"step\(\) inside a {place} pass"):
+        squares(model, x).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    squares(model, x).backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_a_load_inside_full_params_is_refused(stage: int) -> None:
+    """What was loaded would be lost when the context keeps what it has."""
+    model, _ = zerodp.shard(Net(), stage=stage, units=[Block])
+    with (
+        zerodp.full_params(model, write=True),
+        pytest.raises(zerodp.ShardedError, match=r"load_state_dict\(\) inside full_params"),
+    ):
+        model.load_state_dict(Net().state_dict())
+
+
+@on_ranks(2)
+def test_a_module_inside_a_unit_can_be_pickled_while_it_is_whole(stage: int) -> None:
+    torch.manual_seed(0)
+    model: Any = Net()
+    expected = model.blocks[0].a.weight.detach().clone()
+    zerodp.shard(model, stage=stage, units=[Block])
+    with zerodp.full_params(model):
+        part = pickle.loads(pickle.dumps(model.blocks[0].a))
+        with pytest.raises(zerodp.ShardedError, match="pickling of a sharded model"):
+            pickle.dumps(model.head)  # which has hooks of the whole model's
+    assert type(part.weight) is nn.Parameter
+    assert torch.equal(part.weight, expected)
+    part(torch.ones(1, 6)).sum().backward()
+    assert part.weight.grad is not None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.access import runtime_of
+from ..core.access import require_closed, runtime_of
 from ..core.buffers import original_buffers
 from ..core.control import Kind
 from ..core.layout import Segment
@@ -25,12 +25,13 @@ from .boxes import boxes, view
 from .contents import ENGINE, EXTRA, MODEL, RANDOM
 from .inventory import Inventory, Parameter
 from .opening import Place, open_source
-from .save import require_closed, same_on_all
+from .save import same_on_all
 from .source import Expected, Source
 
 MOST_LISTED = 20
 
 
+@torch.inference_mode(False)  # what is made here must be trainable
 def load(path: Place, model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     """Take a checkpoint into a sharded model and its optimizer, whatever stage, mesh, world size or library wrote it (a collective).
 
@@ -60,7 +61,9 @@ def load(path: Place, model: nn.Module, optimizer: Any = None) -> dict[str, Any]
     except ZeroError as error:
         problem = error
     except Exception as error:  # whatever a damaged or strange file leads to
-        problem = CheckpointError(f"load from {shown}: {type(error).__name__}: {error}")
+        problem = CheckpointError(
+            f"load from {shown}: it cannot be read as a checkpoint ({type(error).__name__}: {error})"
+        )
     runtime.control.share(problem)
     _apply(runtime, taken)
     return taken.extra

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.access import runtime_of
+from ..core.access import require_closed, runtime_of
 from ..core.comm import Channel
 from ..core.control import Kind, share_verdict
 from ..core.runtime import Runtime
 from ..core.stages import STAGES
-from ..errors import CheckpointError, ConfigError, RankMismatchError, ShardedError, ZeroError
+from ..errors import CheckpointError, ConfigError, RankMismatchError, ZeroError
 from ..version import VERSION
 from . import background, folders, traffic
 from .background import Saving
@@ -64,7 +64,7 @@ def save(
     contents, config, problem = Contents(), None, None
     try:
         background.wait()
-        _check(target, keep)
+        _check(target, keep, asynchronous)
         contents = collect(runtime, optimizer_of(runtime, optimizer, "save"), extra)
         config = hugging_face_config(model)
     except ZeroError as error:
@@ -152,18 +152,6 @@ class _Behind:
             self.stream.__exit__(*error)
 
 
-def require_closed(runtime: Runtime, what: str) -> None:
-    """
-    Raises:
-        ShardedError: inside a pass, or inside full_params(), which has the values and may edit them.
-    """
-    runtime.require_idle(what)
-    if any(unit.opened for unit in runtime.units):
-        raise ShardedError(
-            f"{what} inside full_params(): leave it first, so that what was edited has reached the shards"
-        )
-
-
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in `folder`, by the time it was written; None where there is none.
 
@@ -248,7 +236,9 @@ def explained(error: Exception) -> str:
     return f"{text}; {advice}"
 
 
-def _check(target: Path, keep: int | None) -> None:
+def _check(target: Path, keep: int | None, asynchronous: bool) -> None:
+    if not isinstance(asynchronous, bool):
+        raise ConfigError(f"save: asynchronous must be True or False, got {asynchronous!r}")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ConfigError(f"save: keep must be a whole number of at least 1, or None, got {keep!r}")
     try:

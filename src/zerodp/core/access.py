@@ -103,6 +103,7 @@ def _keep(runtime: Runtime, units: list[Unit]) -> None:
         for flat in unit.flats:
             commit(runtime, flat, _page(flat))
     runtime.lending.note()
+    runtime.era += 1
     for unit in [*runtime.pager.cache.clear(), *units]:
         unit.free()
 
@@ -225,8 +226,22 @@ def _dressed(runtime: Runtime, state_dict: Any) -> Any:
     return dressed
 
 
+def require_closed(runtime: Runtime, what: str) -> None:
+    """
+    Raises:
+        ShardedError: inside a pass, or inside full_params(), which has the values and may edit them.
+    """
+    runtime.require_idle(what)
+    if any(unit.opened for unit in runtime.units):
+        raise ShardedError(
+            f"{what} inside full_params(): leave it first, so that what was edited has reached the shards"
+        )
+
+
+@torch.inference_mode(False)  # what is made here must be trainable
 def load(runtime: Runtime, state_dict: Any, plainly: Callable[[Any], Any]) -> Any:
     """Run torch's own load on whole parameters, then take what changed into the shards."""
+    require_closed(runtime, "load_state_dict()")
     problem, result = _two_values(runtime, state_dict), None
     with whole(runtime):
         require_same(runtime.comm.exchange_objects(values_of(state_dict), "the same load"), "load_state_dict()")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..config import Precision
 from ..errors import ConfigError, ShardedError
+from ..guard import Guard, refuse_transforms
 from . import access
 from .buffers import rank0_buffers
 from .optimizer import zero_grad as drop_gradients
@@ -138,7 +139,7 @@ def arm(runtime: Runtime, flat: Flat, index: int) -> None:
     """Hang the reducer on the parameter's AccumulateGrad node, which runs after all hooks of the user, however late they came."""
     parameter, hidden = flat.parameters[index], type(flat.parameters[index])
     needs = parameter.requires_grad
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         parameter.__class__ = flat.classes[index]
         parameter.requires_grad_(True)
         node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -165,6 +166,7 @@ class Hooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.runtime.passes:
             self.guard.check()
+            refuse_transforms(any(unit.pages for unit in self.runtime.units))
         if not self.runtime.enter(module):
             return None
         if torch.is_autocast_enabled(self.runtime.arena.device.type):
@@ -184,10 +186,23 @@ class Hooks:
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self.runtime.begin_backward)
+                    tensor.register_hook(self._backward_of(self.runtime.era))
         if self.precision is not None and self.precision.output_dtype is not None:
             return cast(output, self.precision.output_dtype)
         return None
+
+    def _backward_of(self, era: int) -> Any:
+        """What the outputs of a forward pass call first. Their gradients need the values that forward computed with."""
+
+        def begin(_: Tensor) -> None:
+            if era != self.runtime.era:
+                raise ShardedError(
+                    "backward() through a forward pass from before the parameters changed (optimizer.step(), full_params(write=True), a load): "
+                    "its gradients need the old values. Run forward again, or step after the last backward"
+                )
+            self.runtime.begin_backward()
+
+        return begin
 
     def look_ahead(self, layer: nn.Module) -> Any:
         parameters = list(layer.parameters())
@@ -197,44 +212,6 @@ class Hooks:
                 self.runtime.demand(parameter._zerodp.flat.unit)  # type: ignore[attr-defined]
 
         return demand
-
-
-class Guard:
-    """Notices that modules or parameters were added, removed or replaced since `shard()`, at the next forward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = list(model.named_modules())
-        self.found = self._look()
-        self.ids = self._ids()
-
-    def check(self) -> None:
-        if (ids := self._ids()) == self.ids:  # asked before every pass
-            return
-        now = self._look()
-        for name, what in self.found.items():
-            if now[name][:2] != what[:2]:
-                self._refuse(name, "has other parameters or submodules")
-            for key, part in what[2].items():
-                if now[name][2].get(key) is not part:
-                    kind = "module" if isinstance(part, nn.Module) else "Parameter"
-                    self._refuse(f"{name}.{key}" if name else key, f"is another {kind}")
-        self.ids = ids  # the same ones in another order
-
-    def _ids(self) -> list[int]:
-        parts = [part for _, m in self.modules for parts in (m._parameters, m._modules) for part in parts.values()]
-        return list(map(id, parts))
-
-    def _look(self) -> dict[str, tuple[int, int, dict[str, Any]]]:
-        """Of each module its numbers of parameters and submodules, and these."""
-        return {
-            name: (len(m._parameters), len(m._modules), {**m._parameters, **m._modules}) for name, m in self.modules
-        }
-
-    def _refuse(self, name: str, what: str) -> None:
-        raise ShardedError(
-            f"{name or 'the model'!r} {what} than when the model was sharded, so it would not be trained. Change the model before shard(), "
-            "edit values inside zerodp.full_params(model, write=True), or zerodp.unshard(model), change it and shard it again"
-        )
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -135,6 +135,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """`loss.backward(**options)`, with the loss scaled where the precision asks for it."""
+        if not isinstance(loss, Tensor):
+            raise ConfigError(f"optimizer.backward: expected the loss as a tensor, got {type(loss).__name__}")
         engine = self._zerodp
         runtime, scale = engine.runtime, engine.scaler.scale
         runtime.reducer.loss_scale, runtime.scaled_backward = (
@@ -189,6 +191,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             runtime.unscaled_backwards = 0
             raise ShardedError("fp16 needs a scaled loss: call optimizer.backward(loss) instead of loss.backward()")
         runtime.unscaled_backwards = 0
+        runtime.end_failed()
+        if runtime.passes:
+            raise ShardedError(
+                f"optimizer.step() inside a {runtime.phase} pass: the gradients are not all here, and the pass needs the values it began with"
+            )
         rows = runtime.settle(Kind.STEP, runtime.control.alike(settings_of(self.param_groups)))
         if engine.scaler.active:  # now that every gradient has been reduced
             rows = runtime.control.require(Kind.STEP, overflow=norms.overflows(engine))
@@ -200,6 +207,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             changed = runtime.places.delay.publish() if overflow else self._update(rows)
         for flat in changed:
             flat.stale = True
+        runtime.era += bool(changed)
         if changed or not overflow:
             runtime.stepped()
         if engine.grad_scaler is None:
@@ -213,6 +221,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if engine is None:
             super().add_param_group(param_group)
             return
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise ConfigError(f"add_param_group: expected a dict with 'params', got {type(param_group).__name__}")
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
         members = self._members([p[1] if isinstance(p, tuple) else p for p in given])

@@ -170,6 +170,7 @@ def _gather(optimizer: ShardedOptimizer, flat: Flat, key: str, dtype: torch.dtyp
     return whole
 
 
+@torch.inference_mode(False)  # what is made here must be trainable
 def load_full_state(optimizer: ShardedOptimizer, given: dict[str, Any]) -> None:
     """Check everything, agree with the other ranks, then take it."""
     engine = optimizer._zerodp

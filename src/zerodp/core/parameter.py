@@ -65,6 +65,9 @@ class Where:
     def local(self) -> Local:
         return self.flat.locals[self.index]
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a parameter that is pickled while it is whole becomes an ordinary one
+
 
 class Note:
     """What autograd saves in place of a view of a page: where to find it again, and the DTensor that it was in, if it was."""

@@ -78,6 +78,7 @@ class Runtime:
         self.scaled_backward = False  # the loss was scaled by optimizer.backward
         self.unscaled_backwards = 0
         self.edits = Edits()
+        self.era = 0  # goes on when the values of parameters change
         self.buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # cast ones: where, and their original dtype
         self.plain_state_dict: Callable[..., dict[str, Any]]  # the model's own; set when hooks are installed
         self.rearm: Callable[[], None]  # hangs lost gradient hooks again
@@ -210,15 +211,11 @@ class Runtime:
         entered = {op[1] for key, _ in self.forwards for op in self.orders[key].ops} | set(uses)
         if not self.forwards:
             entered = known
-        registered = [
-            unit.index for unit in self.units if unit.index in entered or (not unit.pages and self._entered_whole())
-        ]
+        whole = any(key[1] == "" for key, _ in self.forwards)
+        registered = [unit.index for unit in self.units if unit.index in entered or (whole and not unit.pages)]
         pages = {unit.index for unit in self.units if unit.pages}
         root = next((unit.index for unit in self.units if unit.name == ROOT), -1)
         return backward_order(uses, registered, pages, trains, root)
-
-    def _entered_whole(self) -> bool:
-        return any(key[1] == "" for key, _ in self.forwards)
 
     def arrived(self, flat: Flat, index: int, parameter: Any) -> None:
         """Autograd finished this rank's gradient of one parameter."""
@@ -375,6 +372,7 @@ class Runtime:
             home.source.publish()
         for flat in self.flats():
             flat.stale = True
+        self.era += 1
         self.refresh()
 
     def refresh(self) -> None:

@@ -35,7 +35,11 @@ def write(
     """The pictures and the report of a run that has ended, with what else is `said`. The result is the report's text, which names
     `pages` too."""
     step = records[-1]["step"] if records else 0
-    outcome = f"{step} of {settings.steps} steps in {clock(records[-1]['seconds'])}" if records else "no steps"
+    outcome = (
+        f"{step} of {max(step, settings.steps or 0)} steps in {clock(records[-1]['seconds'])}"
+        if records
+        else "no steps"
+    )
     if loss is not None:
         outcome += f", validation loss {loss:.3f} nats per byte"
     parts = [outcome, stage_table(rows, settings), *said, "Sample:\n" + sample.decode(errors="replace")]
