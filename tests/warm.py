@@ -28,7 +28,8 @@ from pathlib import Path
 CLIENT = Path(__file__).with_name("warm_client.py")
 ROOT = Path(__file__).parents[1]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # only such may be forked
-Program = tuple[list[str], dict[str, str], str, list[int]]  # arguments, environment, working folder, standard streams
+# arguments, environment, working folder, blocked signals, standard streams
+Program = tuple[list[str], dict[str, str], str, list[int], list[int]]
 
 
 @functools.cache
@@ -124,10 +125,11 @@ def end(status: int) -> None:
 
 def become(program: Program, executable: str) -> None:
     """Run it as `python` with these arguments does."""
-    arguments, environment, folder, streams = program
+    arguments, environment, folder, blocked, streams = program
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -146,12 +148,15 @@ def become(program: Program, executable: str) -> None:
 
 
 if __name__ == "__main__":
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
     import torch
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.launcher.api  # noqa: F401
 
+    import zerodp.cli.training.report
     import zerodp.cli.training.worker  # noqa: F401
 
     gc.collect()

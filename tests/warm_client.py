@@ -12,10 +12,12 @@ while not os.path.exists(path):  # the server is starting
     time.sleep(0.05)
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect(path)
-socket.send_fds(server, [json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()], [0, 1, 2])
+blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])  # a program inherits this as well
+socket.send_fds(server, [json.dumps([arguments, dict(os.environ), os.getcwd(), list(blocked)]).encode()], [0, 1, 2])
 pid = int(server.recv(64))
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, frame: os.kill(pid, number))
+signal.pthread_sigmask(signal.SIG_SETMASK, [])
 status = int(server.recv(64) or -signal.SIGKILL)
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None

@@ -1,4 +1,4 @@
-"""Runs of `zerodp train` with tiny settings, in processes of their own: warm, or (`started`) as a user starts them."""
+"""Runs of `zerodp train` with tiny settings, in processes of their own, which are warm unless a test asks for another start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,10 +47,14 @@ def resume(folder: Path, cache: Path, *more: str) -> subprocess.CompletedProcess
 
 @contextlib.contextmanager
 def started(
-    given: Mapping[str, object], cache: Path, stdout: IO[bytes] | int = subprocess.PIPE, **how: Any
+    given: Mapping[str, object],
+    cache: Path,
+    stdout: IO[bytes] | int = subprocess.PIPE,
+    python: str | None = None,
+    **how: Any,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A run under way, in a process group of its own, after its first steps. Nothing of it is left at the end."""
-    command = [sys.executable, "-m", "zerodp.cli", "train", *options({**ENDLESS, **given})]
+    command = [python or warm.python(), "-m", "zerodp.cli", "train", *options({**ENDLESS, **given})]
     how = {"start_new_session": True, **how}
     process = subprocess.Popen(
         command, env=environment(XDG_CACHE_HOME=cache), stdout=stdout, stderr=subprocess.PIPE, **how
@@ -84,13 +87,16 @@ def progress_of(folder: Path) -> dict[str, Any]:
         return {key: source.value(f"zerodp.extra.{key}") for key in ("step", "seconds")}
 
 
-def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank -> process id of a launcher's workers."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+def ranks_of(folder: Path) -> dict[int, int]:
+    """Rank -> process id of the workers of the run in `folder`; where they are warm, of the programs that stand for them."""
     found = {}
-    for child in map(int, children):
-        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        found.update({int(v.removeprefix(b"RANK=")): child for v in variables if v.startswith(b"RANK=")})
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if str(folder).encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                variables = (process / "environ").read_bytes().split(b"\0")
+                found.update(
+                    {int(v.removeprefix(b"RANK=")): int(process.name) for v in variables if v.startswith(b"RANK=")}
+                )
     return found
 
 

@@ -1,4 +1,7 @@
-"""However a run ends, all of its processes end, and the user knows where things stand."""
+"""However a run ends, all of its processes end, and the user knows where things stand.
+
+One run is all cold interpreters, as a user's is; the others, whose work is the same, start warm.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import termios
 import threading
 import time
@@ -31,7 +35,7 @@ def ended_cleanly(folder: Path) -> None:
 def test_a_signal_to_the_launcher(tmp_path: Path, cache: Path, text: Path) -> None:
     folder = tmp_path / "run"
     with started({"--out": folder, "--data": text}, cache) as process:
-        workers = ranks_of(process.pid)
+        workers = ranks_of(folder)
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=SOON)
     assert process.returncode == 128 + signal.SIGTERM, errors
@@ -44,7 +48,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, cache: Path, text: Path) -> No
 def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path: Path, cache: Path, text: Path) -> None:
     folder = tmp_path / "run"
     with started({"--out": folder, "--data": text}, cache) as process:
-        os.kill(ranks_of(process.pid)[1], signal.SIGTERM)
+        os.kill(ranks_of(folder)[1], signal.SIGTERM)
         _, errors = process.communicate(timeout=SOON)
     assert process.returncode == 128 + signal.SIGTERM, errors
     ended_cleanly(folder)
@@ -58,7 +62,8 @@ def test_ctrl_c_on_a_terminal(tmp_path: Path, cache: Path, text: Path) -> None:
     reader = threading.Thread(target=read_all, args=(terminal, shown))
     take_terminal = lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # noqa: E731
     reader.start()
-    with started({"--out": folder, "--data": text}, cache, stdout=inner, preexec_fn=take_terminal) as process:
+    how = {"stdout": inner, "python": sys.executable, "preexec_fn": take_terminal}
+    with started({"--out": folder, "--data": text}, cache, **how) as process:
         os.write(terminal, b"\x03")
         process.wait(timeout=SOON)
     os.close(inner)
@@ -81,7 +86,7 @@ def read_all(terminal: int, shown: list[bytes]) -> None:
 def test_a_killed_rank_ends_the_run(tmp_path: Path, cache: Path, text: Path) -> None:
     folder = tmp_path / "run"
     with started({"--out": folder, "--data": text}, cache) as process:
-        workers = ranks_of(process.pid)
+        workers = ranks_of(folder)
         os.kill(workers[1], signal.SIGKILL)
         _, errors = process.communicate(timeout=SOON)
     assert process.returncode == 1
@@ -107,7 +112,7 @@ def test_a_failing_rank_is_named_with_its_error(tmp_path: Path, cache: Path, tex
 def test_no_rank_outlives_its_launcher(tmp_path: Path, cache: Path, text: Path) -> None:
     folder = tmp_path / "run"
     with started({"--out": folder, "--data": text}, cache, stdout=subprocess.DEVNULL) as process:
-        workers = ranks_of(process.pid)
+        workers = ranks_of(folder)
         process.kill()
         began = time.monotonic()
         wait_until(lambda: not any(map(is_running, workers.values())), SOON)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,14 +97,14 @@ def test_a_killed_rank_under_torchrun_comes_back(tmp_path: Path, cache: Path, te
     """By itself, from the newest checkpoint; the steps that are taken again have the losses that they had."""
     given = {"--data": text, "--steps": 40, "--save-every": 5, "--validate-every": 40}
     folder = tmp_path / "run"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launcher += ["--max-restarts", "2", "-m", "zerodp.cli", "train", *options({**given, "--out": folder})]
     variables = environment(XDG_CACHE_HOME=cache, OMP_NUM_THREADS=1, GLOO_SOCKET_IFNAME="lo")
     process = subprocess.Popen(launcher, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: len(log(folder)) >= 8 or process.poll() is not None)
         before = losses(folder)
-        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+        os.kill(ranks_of(folder)[1], signal.SIGKILL)
         _, errors = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
