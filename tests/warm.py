@@ -149,7 +149,7 @@ def become(program: Program, executable: str) -> None:
 
 if __name__ == "__main__":
     import matplotlib.backends.backend_agg
-    import matplotlib.figure
+    import matplotlib.figure  # noqa: F401
     import torch
     import torch._dynamo
     import torch.distributed.checkpoint

@@ -94,7 +94,9 @@ def ranks_of(folder: Path) -> dict[int, int]:
         with contextlib.suppress(OSError):  # it has ended
             if str(folder).encode() in (process / "cmdline").read_bytes().split(b"\0"):
                 variables = (process / "environ").read_bytes().split(b"\0")
-                found.update({int(v.removeprefix(b"RANK=")): int(process.name) for v in variables if v.startswith(b"RANK=")})
+                found.update(
+                    {int(v.removeprefix(b"RANK=")): int(process.name) for v in variables if v.startswith(b"RANK=")}
+                )
     return found
 
 

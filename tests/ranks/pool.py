@@ -44,7 +44,7 @@ def forks() -> Any:
     # inherited by the ranks: they share the cores, and only a process without threads may be forked
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.ranks.worker", "pytest", "zerodp"])
+    context.set_forkserver_preload(["tests.ranks.worker", "pytest", "zerodp", "tests.ranks.preload"])
     return context
 
 

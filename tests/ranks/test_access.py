@@ -131,7 +131,7 @@ def test_weight_norm(units: Any, stage: int) -> None:
         return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 5)), nn.Tanh(), nn.Linear(5, 1))
 
     records = parity(Task(model, rows(3)), stage=stage, units=units)
-    assert "0.parametrizations.weight.original0" in records[0].parameters
+    assert "0.parametrizations.weight.original0" in records[-1].parameters
 
 
 @on_ranks(2)

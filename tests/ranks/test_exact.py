@@ -26,7 +26,7 @@ def by_layers(name: str, module: nn.Module) -> bool:
 TRAININGS: dict[
     str, tuple[Callable[[nn.Module], torch.optim.Optimizer], tuple[bool, ...], int, list[dict[str, Any]]]
 ] = {
-    "AdamW": (adamw, (True,), 11, [{"units": by_layers}, {"units": [Block]}]),
+    "AdamW": (adamw, (True,), STEPS, [{"units": by_layers}, {"units": [Block]}]),
     "AdamW fused, synced": (
         ELEMENTWISE["AdamW fused"],
         (True, True),
@@ -50,7 +50,7 @@ STAGE_3_ONLY: list[dict[str, Any]] = [
 def test_every_stage_and_layout(training: str, world_size: int) -> None:
     """Equal to the oracle, bitwise on two ranks and within 1e-6 on more; and bitwise among themselves."""
     optimizer, micro, steps, layouts = TRAININGS[training]
-    task = Task(Net, rows(3), optimizer=optimizer, steps=steps, micro=micro, brief=True)
+    task = Task(Net, rows(3), optimizer=optimizer, steps=steps, micro=micro)
     reference = parity(task, stage=0, tolerance=0.0 if world_size == 2 else 1e-6)
     for stage in range(4):
         for options in layouts if world_size == 2 else layouts[:1]:
@@ -60,7 +60,7 @@ def test_every_stage_and_layout(training: str, world_size: int) -> None:
 @on_ranks(2, 3)
 def test_any_residency(world_size: int) -> None:
     """Prefetch and memory budget of stage 3."""
-    task = Task(Net, rows(3), optimizer=adamw, steps=STEPS, micro=(False, True), brief=True)
+    task = Task(Net, rows(3), optimizer=adamw, steps=STEPS, micro=(False, True))
     reference = parity(task, stage=2, tolerance=0.0 if world_size == 2 else 1e-6)
     for options in STAGE_3_ONLY:
         same(run(task, stage=3, **options), reference)
@@ -74,7 +74,7 @@ OTHERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @on_ranks(2, 4)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers(name: str, world_size: int) -> None:
-    task = Task(Net, rows(3), optimizer=OTHERS[name], steps=STEPS, brief=True)
+    task = Task(Net, rows(3), optimizer=OTHERS[name], steps=STEPS)
     reference = parity(task, stage=0, tolerance=0.0 if world_size == 2 else 1e-5)
     for stage in (1, 2, 3):
         same(run(task, stage=stage, units=[Block]), reference)
@@ -99,7 +99,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 @on_ranks(2, 3, 4)
 def test_while_everything_changes(world_size: int) -> None:
-    task = Task(Net, rows(3), optimizer=two_groups, steps=7, micro=(False, True), between=everything, brief=True)
+    task = Task(Net, rows(3), optimizer=two_groups, steps=7, micro=(False, True), between=everything)
     reference = parity(task, stage=0, tolerance=0.0 if world_size == 2 else 1e-6)
     for stage in (1, 2, 3):
         same(run(task, stage=stage, units=[Block]), reference)

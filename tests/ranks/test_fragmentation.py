@@ -33,7 +33,7 @@ def lengths(steps: int) -> list[int]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("offload", "steps"), [(None, 300), ("host", 100)], ids=["split", "split host"])
+@pytest.mark.parametrize(("offload", "steps"), [(None, 100), ("host", 40)], ids=["split", "split host"])
 def test_nothing_is_allocated_after_the_longest(offload: Any, steps: int) -> None:
     """Steps of varying lengths: not a byte more, and not one allocation."""
     model = Wide(16, 2)

@@ -56,7 +56,7 @@ class Adapted(nn.Module):
 def test_adapters_in_every_layer_train(micro: tuple[bool, ...], stage: int) -> None:
     task = Task(lambda: nn.Sequential(*(Adapted() for _ in range(4))), rows(6), optimizer=trainable, micro=micro)
     records = parity(task, stage=stage, units=[Adapted])
-    assert len(records[0].gradients) == 8
+    assert len(records[-1].gradients) == 8
     model, _ = zerodp.shard(task.build(0)[0], stage=stage, units=[Adapted])
     names = {name for name, p in model.named_parameters() if p.requires_grad}
     exported = {name: tensor for name, tensor in model.state_dict().items() if name in names}
@@ -78,7 +78,7 @@ def test_unfreezing_and_freezing_during_training(units: Any, stage: int) -> None
     def decayed(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
-    task = Task(Net, rows(3), optimizer=decayed, steps=5, between=between)
+    task = Task(Net, rows(3), optimizer=decayed, steps=5, between=between, brief=False)
     records = parity(task, stage=stage, units=units)
     start = dict(task.build(0)[0].named_parameters())
     close("while frozen", records[1].parameters["blocks.1.a.weight"], start["blocks.1.a.weight"].detach())

@@ -200,7 +200,7 @@ CACHED = {"prefetch": 3, "unsharded_bytes": 50_000}
 @on_ranks(2, 3)
 @pytest.mark.parametrize(("stage", "options"), [(0, {}), (1, {}), (2, {}), (3, {}), (3, CACHED)])
 def test_mixtral_whose_ranks_use_other_experts(options: dict[str, Any], stage: int, world_size: int) -> None:
-    task = Task(mixtral_in_modules, few_tokens, language_loss, optimizer=adamw, steps=5, reduction="sum")
+    task = Task(mixtral_in_modules, few_tokens, language_loss, optimizer=adamw, reduction="sum")
     called: set[tuple[int, str]] = set()
     units = [Expert, transformers.models.mixtral.modeling_mixtral.MixtralDecoderLayer]
 

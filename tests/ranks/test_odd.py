@@ -31,7 +31,7 @@ class Temperature(nn.Module):
 @on_ranks(2)
 def test_scalar_parameter(stage: int) -> None:
     records = parity(Task(Temperature, rows(3), optimizer=adamw), stage=stage)
-    assert records[0].parameters["temperature"].shape == ()
+    assert records[-1].parameters["temperature"].shape == ()
     model, _ = zerodp.shard(Temperature(), stage=stage)
     assert model.temperature.shape == ()
     model.load_state_dict(records[-1].parameters)

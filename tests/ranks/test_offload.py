@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerodp
-from tests.ranks.oracle import Task, adamw, all_close, close, copied, rows, run, same, squares
+from tests.ranks.oracle import Task, adamw, all_close, close, copied, named, rows, run, same, squares
 from tests.ranks.pool import on_ranks
 from tests.ranks.test_exact import everything, two_groups
 from tests.ranks.test_optimizers import ELEMENTWISE
@@ -77,7 +77,7 @@ def test_low_precision(stage: int) -> None:
 @on_ranks(2)
 def test_while_everything_changes() -> None:
     """Rates, frozen parts, and a group that joins late."""
-    task = Task(Net, rows(3), optimizer=two_groups, steps=7, micro=(False, True), between=everything, brief=True)
+    task = Task(Net, rows(3), optimizer=two_groups, steps=7, micro=(False, True), between=everything)
     for stage in (1, 3):
         reference = run(task, **blocks(stage=stage))
         for place in PLACES:
@@ -248,28 +248,31 @@ def places_of(model: nn.Module) -> set[str]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("split", SPLITS)
-def test_several_places(split: str) -> None:
-    for stage, precision in ((1, "bf16"), (3, "fp32")):
-        options = {"stage": stage, "precision": precision}
-        story = told(SPLITS[split], **options)
-        story.equals(told(Offload(), **options))
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "fp32")])
+def test_several_places(stage: int, precision: str) -> None:
+    options = {"stage": stage, "precision": precision}
+    reference = told(Offload(), **options)
     expected = {
         "half on the host": {"device", "host"},
         "a third on disk": {"device", "disk"},
         "host, then disk": {"host", "disk"},
     }
-    assert places_of(Story(SPLITS[split], stage=3).model) == expected.get(split, {"device", "host", "disk"})
+    for split, offload in SPLITS.items():
+        with named(split):
+            told(offload, **options).equals(reference)
+            assert places_of(Story(offload, stage=3).model) == expected.get(split, {"device", "host", "disk"})
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("split", PARAMETERS)
-def test_parameters_elsewhere(split: str) -> None:
+def test_parameters_elsewhere() -> None:
     reference = told(Offload(), stage=3)
-    told(PARAMETERS[split], stage=3).equals(reference)
-    task = Task(Net, rows(3), optimizer=two_groups, steps=7, micro=(False, True), between=everything, brief=True)
+    task = Task(Net, rows(3), optimizer=two_groups, steps=7, micro=(False, True), between=everything)
     options = blocks(stage=3, precision="bf16", prefetch=2)
-    same(run(task, offload=PARAMETERS[split], **options), run(task, **options))
+    records = run(task, **options)
+    for split, offload in PARAMETERS.items():
+        with named(split):
+            told(offload, stage=3).equals(reference)
+            same(run(task, offload=offload, **options), records)
 
 
 @on_ranks(2)
@@ -379,29 +382,32 @@ def delayed_oracle(steps: int, warm_up: int) -> list[dict[str, Tensor]]:
 
 @on_ranks(2)
 @delays
-@pytest.mark.parametrize("looks", [False, True])
-def test_a_delayed_update_is_one_step_behind(looks: bool, place: str, stage: int) -> None:
-    """And nothing else: equal to plain torch, bitwise, whoever looks at the states in between."""
-    found = delayed(place, 7, 2, looks, stage=stage)
-    for number, (mine, theirs) in enumerate(zip(found, delayed_oracle(7, 2), strict=True)):
+def test_a_delayed_update_is_one_step_behind(place: str, stage: int) -> None:
+    """And nothing else: equal to plain torch, bitwise, whoever looks at the states in between. Every stage, and every place, is
+    looked at and left alone."""
+    looks = (stage + list(DELAYED).index(place)) % 2 == 1
+    found = delayed(place, 5, 2, looks, stage=stage)
+    for number, (mine, theirs) in enumerate(zip(found, delayed_oracle(5, 2), strict=True)):
         all_close(f"step {number}:", mine, theirs)
 
 
 @on_ranks(2)
 def test_a_delayed_update_is_the_same_on_every_tier(stage: int) -> None:
-    """Also of gradients that are cast, scaled, clipped, added up or thrown away, and with parameters elsewhere."""
-    for precision, micro, max_norm in (
-        (Precision(torch.bfloat16), (True,), 0.5),
-        (Precision(torch.bfloat16, grad_dtype=torch.bfloat16), (False, True), 0.05),
-        (Precision(torch.float16, grad_dtype=torch.float16, init_scale=2**9), (True, True), None),
-    ):
-        task = Task(Net, rows(3), optimizer=adamw, micro=micro, max_norm=max_norm, steps=6, brief=True)
-        options = blocks(stage=stage, precision=precision)
-        first, *others = (
-            run(task, offload=Offload(delayed_update=1, **settings), **options) for settings in DELAYED.values()
+    """Also of gradients that are cast, scaled, clipped, added up or thrown away, and with parameters elsewhere. The host, and in
+    turn each of the other places, so that every stage and every precision meets all three."""
+    host, *others = DELAYED.values()
+    for number, (precision, micro, max_norm) in enumerate(
+        (
+            (Precision(torch.bfloat16), (True,), 0.5),
+            (Precision(torch.bfloat16, grad_dtype=torch.bfloat16), (False, True), 0.05),
+            (Precision(torch.float16, grad_dtype=torch.float16, init_scale=2**9), (True, True), None),
         )
-        for other in others:
-            same(other, first)
+    ):
+        task = Task(Net, rows(3), optimizer=adamw, micro=micro, max_norm=max_norm, steps=4)
+        options = blocks(stage=stage, precision=precision)
+        first = run(task, offload=Offload(delayed_update=1, **host), **options)
+        other = Offload(delayed_update=1, **others[(stage + number) % 2])
+        same(run(task, offload=other, **options), first)
         if stage == 3:
             offload = Offload(optimizer="disk", params="disk", delayed_update=1)
             same(run(task, offload=offload, **options), first)

@@ -83,7 +83,7 @@ def test_edited_gradients_count(place: str) -> None:
 @on_ranks(2)
 def test_all_tiers_learn_alike() -> None:
     for make in (lambda m: torch.optim.Adam(m.parameters(), lr=0.01), lambda m: sgd(m, momentum=0.9)):
-        task = Task(toy_b, rows(3), optimizer=make, steps=20, brief=True)
+        task = Task(toy_b, rows(3), optimizer=make, steps=20)
         reference = run(task)
         for place in ("host", "disk"):
             same(run(task, offload=Offload(optimizer=place)), reference)
@@ -304,7 +304,7 @@ def scaled(model: Any, optimizer: Any, explicit: bool) -> list[Tensor]:
     """Steps with torch's own scaler, the third of which overflows on the last rank; scales and what the model has at the end."""
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
     scales = []
-    for step in range(6):
+    for step in range(5):
         for micro in range(2):
             x = rows(3)(step, micro, dist.get_rank())
             if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
@@ -327,17 +327,17 @@ def scaled(model: Any, optimizer: Any, explicit: bool) -> list[Tensor]:
 @on_ranks(2)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_grad_scaler(explicit: bool, stage: int) -> None:
-    """Wherever gradients rest: the same bits."""
+    """Wherever gradients rest: the same bits. Every stage, and either way to unscale, has either precision once."""
     found = []
+    precision = ("fp32", "bf16")[(stage + explicit) % 2]
     for settings in ({}, {"optimizer": "host"}, {"optimizer": "disk"}, {"optimizer": "host", "host_bytes": 5000}):
-        for precision in ("fp32", "bf16"):
-            torch.manual_seed(0)
-            model: Any = Net()
-            options: dict[str, Any] = {"stage": stage, "units": [Block], "bucket_bytes": 700, "precision": precision}
-            model, optimizer = zerodp.shard(model, adamw(model), offload=Offload(**settings), **options)
-            found.append(scaled(model, optimizer, explicit))
-    for number, one in enumerate(found[2:]):
-        all_close("scaled", dict(enumerate(one)), dict(enumerate(found[number % 2])))
+        torch.manual_seed(0)
+        model: Any = Net()
+        options: dict[str, Any] = {"stage": stage, "units": [Block], "bucket_bytes": 700, "precision": precision}
+        model, optimizer = zerodp.shard(model, adamw(model), offload=Offload(**settings), **options)
+        found.append(scaled(model, optimizer, explicit))
+    for one in found[1:]:
+        all_close("scaled", dict(enumerate(one)), dict(enumerate(found[0])))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

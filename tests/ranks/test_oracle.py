@@ -125,7 +125,7 @@ def test_a_difference_is_found() -> None:
         return batch
 
     straight = False
-    task = Task(toy_b, crooked)
+    task = Task(toy_b, crooked, brief=False)
     records = agree(task, Replicated)
     straight = True
     expected = Oracle(task, 2).run(dist.get_rank())

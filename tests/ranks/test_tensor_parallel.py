@@ -34,7 +34,7 @@ from zerodp.planning.models import Model, of_plans
 from zerodp.planning.recommend import STATE_SHARE
 from zerodp.planning.setup import Setup
 
-VOCABULARY, CONTEXT, STEPS = 30, 8, 5  # 30 rows do not divide by 4
+VOCABULARY, CONTEXT, STEPS = 30, 8, 3  # 30 rows do not divide by 4
 SHAPES = [(2, 2), (4, 1), (1, 4)]
 HYBRID = ("replicate", "shard", "tp")
 

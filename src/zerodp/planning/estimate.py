@@ -104,6 +104,18 @@ def place(model: Model, unit: UnitSpec, setup: Setup, stage: Stage, rank: int = 
             yield Placed(flat, residency, ranks, replicas, numel, numel / ranks, numel / ranks, pieces, piece)
 
 
+def place_all(model: Model, setup: Setup, stage: Stage, rank: int) -> dict[str, list[Placed]]:
+    """Of each unit. Units whose flats are alike, as the blocks of most models are, are asked for once."""
+    found: dict[tuple[Residency, tuple[FlatSpec, ...]], list[Placed]] = {}
+    units = {}
+    for unit in model.units:
+        alike = residency_of(unit, stage), unit.flats
+        if alike not in found:
+            found[alike] = list(place(model, unit, setup, stage, rank))
+        units[unit.name] = found[alike]
+    return units
+
+
 def sizes(flat: FlatSpec, setup: Setup) -> states.Sizes:
     return states.Sizes(flat.compute, flat.rest, flat.gradient, setup.moments)
 
@@ -111,22 +123,21 @@ def sizes(flat: FlatSpec, setup: Setup) -> states.Sizes:
 def held_bytes(flats: list[Placed], setup: Setup) -> Counter[str]:
     """What these flats hold, by kind, on the device and away from it."""
     total: Counter[str] = Counter()
-    for flat in flats:
-        total.update(
-            states.held(
-                flat.residency,
-                sizes(flat.spec, setup),
-                flat.whole,
-                flat.shard,
-                flat.owned,
-                alone=flat.ranks == 1,
-                accumulates=setup.accumulate > 1,
-                optimizer_away=setup.offload_optimizer != "device",
-                parameters_away=setup.offload_params != "device",
-                trains=flat.spec.trains,
-                together=setup.offload_params == setup.offload_optimizer,
-            )
+    for flat, count in Counter(flats).items():
+        held = states.held(
+            flat.residency,
+            sizes(flat.spec, setup),
+            flat.whole,
+            flat.shard,
+            flat.owned,
+            alone=flat.ranks == 1,
+            accumulates=setup.accumulate > 1,
+            optimizer_away=setup.offload_optimizer != "device",
+            parameters_away=setup.offload_params != "device",
+            trains=flat.spec.trains,
+            together=setup.offload_params == setup.offload_optimizer,
         )
+        total.update({kind: count * nbytes for kind, nbytes in held.items()})
     return total
 
 
@@ -139,7 +150,7 @@ def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str
     opened = sum(
         f.whole * f.spec.compute for f in units.get(ROOT, ()) if f.residency.shards_gradients and f.spec.trains
     )
-    for name, flats in units.items():
+    for is_root, flats in {(name == ROOT, tuple(flats)) for name, flats in units.items()}:
         one = {"unsharded": 0.0, "buckets": 0.0}
         piece = max((f.piece * f.spec.gradient for f in flats if f.spec.trains), default=0)
         for place, f in enumerate(flats):
@@ -153,7 +164,7 @@ def transient_bytes(units: Mapping[str, list[Placed]], setup: Setup) -> dict[str
                 f.replicas,
                 setup.exact,
                 setup.accumulate > 1,
-                opened if name != ROOT and place == 0 else 0,
+                opened if not is_root and place == 0 else 0,
                 f.owned,
                 optimizer_away=setup.offload_optimizer != "device",
                 copied=setup.copies_sums,
@@ -282,7 +293,7 @@ def host_link_bytes(
 
 def estimate(model: Model, setup: Setup, stage: Stage, rank: int = 0) -> Estimate:
     """One device's bytes and wire under a stage (or one per unit)."""
-    units = {unit.name: list(place(model, unit, setup, stage, rank)) for unit in model.units}
+    units = place_all(model, setup, stage, rank)
     flats = [flat for placed in units.values() for flat in placed]
     held, acts = held_bytes(flats, setup), activation_bytes(model, setup)
     kinds = {kind: float(held[kind]) for kind in STATES}
