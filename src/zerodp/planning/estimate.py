@@ -309,6 +309,7 @@ def estimate(model: Model, setup: Setup, stage: Stage, rank: int = 0) -> Estimat
     buffers = min(tiers["disk"], BUFFER_BYTES)
     by_paper = {unit.name: residency_of(unit, stage) for unit in model.units}
     numels = {unit.name: unit.numel / setup.tensor_parallel for unit in model.units}
+    policy = setup.policy
     gathers = gathers_of(units, setup)
     elements, nbytes, operations = sent(units, setup, gathers)
     link = host_link_bytes(units, setup, acts["away"], gathers)
@@ -320,7 +321,7 @@ def estimate(model: Model, setup: Setup, stage: Stage, rank: int = 0) -> Estimat
     )
     return Estimate(
         stage,
-        sum(states.paper_bytes(numels[n], setup.shard_ranks, r, setup.policy) for n, r in by_paper.items()),
+        sum(states.paper_bytes(numels[n], setup.shard_ranks, r, policy) for n, r in by_paper.items()),
         kinds,
         tiers,
         sum(traffic.paper_elements(numels[n], r) for n, r in by_paper.items()),
