@@ -75,10 +75,13 @@ class Task:
 
     def build(self, rank: int) -> tuple[nn.Module, Optimizer]:
         """The same model everywhere, and from here on each rank's own random numbers."""
-        torch.manual_seed(self.seed)
+        seed = (
+            torch.default_generator.manual_seed
+        )  # the CPU's alone: torch.manual_seed writes its stack down for each kind of device
+        seed(self.seed)
         model = self.model()
         optimizer = self.optimizer(model)
-        torch.manual_seed(1000 + rank)
+        seed(1000 + rank)
         return model, optimizer
 
     def recorded(self, step: int) -> bool:

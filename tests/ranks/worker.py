@@ -98,7 +98,7 @@ def run(path: list[str], payload: bytes) -> Success | Failure:
 def clean_state() -> Iterator[None]:
     """Every call starts from the same state, with warnings as errors; what it leaves behind is collected."""
     random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     ignored: list[str] = []
     sys.unraisablehook = lambda hooked: ignored.append(f"{hooked.err_msg or hooked.object}: {hooked.exc_value!r}")
     try:
