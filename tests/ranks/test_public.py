@@ -364,7 +364,7 @@ def test_full_state_dict(stage: int) -> None:
 @precisions
 def test_unshard_gives_plain_objects_back(precision: str | None, stage: int) -> None:
     """Trained sharded, then on in plain torch: the same as the oracle all the way."""
-    task = Task(Net, rows(3), optimizer=adamw, steps=4)
+    task = Task(Net, rows(3), optimizer=adamw, steps=4, brief=False)
     expected = Oracle(task, 2).run(0)
     model, optimizer = task.build(0)
     group, identity = optimizer.param_groups[0], model.head.weight

@@ -205,6 +205,7 @@ def whole(runtime: Runtime) -> Iterator[None]:
         finally:
             for flat in runtime.flats():
                 flat.restore(flat.unit.visible)
+                runtime.edits.forget(flat.unit)
             runtime.rearm()
 
 
@@ -256,8 +257,6 @@ def load(runtime: Runtime, state_dict: Any, plainly: Callable[[Any], Any]) -> An
         for flat, values in before.items():
             pairs = enumerate(zip(_held(flat), values, strict=True))
             _write(flat, {i: (_laid(flat, i, a), _laid(flat, i, b)) for i, (a, b) in pairs if not same_bits(a, b)})
-    for unit in runtime.units:
-        runtime.edits.forget(unit)
     runtime.changed()
     return result
 
