@@ -9,9 +9,9 @@ LINK ?=
 CHECKPOINTS ?=
 OFFLOAD ?=
 
-# Two files of tests at a time: many wait for clocks and for processes to start, few for a core. The slow ones come first.
+# Three files of tests at a time: many wait for clocks and for processes to start, few for a core. The slow ones come first.
 # Each process that a test starts reads the library, so it had better find it compiled.
-PYTEST = env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(RUN) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 VENV := .venv
 RUN := $(VENV)/bin/python

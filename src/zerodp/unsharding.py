@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .core import optimizer_state
-from .core.access import runtime_of, whole_values
+from .core.access import full_grads, runtime_of, whole_values
 from .core.buffers import original_buffers
 from .core.control import Kind
 from .core.optimizer import Engine
@@ -17,7 +18,7 @@ from .residual.store import store_of
 
 
 def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
-    """Back to plain torch objects: full parameters in their original dtypes, full optimizer states (a collective).
+    """Back to plain torch objects: full parameters in their original dtypes, their reduced gradients, full optimizer states (a collective).
 
     What the sharded model held in memory and on disk is given back at once.
     """
@@ -34,6 +35,7 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
     runtime.control.require(Kind.STATE)
     state = sharded.state_dict() if sharded is not None else None
     values = {flat: whole_values(runtime, flat) for flat in runtime.flats()}
+    gradients = full_grads(model)
     runtime.lending.before_change()  # a save may still read what goes
     _rest(runtime)
     with original_buffers(runtime):
@@ -46,6 +48,9 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
         flat.replace(fulls)
         for parameter in flat.parameters:
             del parameter._zerodp  # type: ignore[attr-defined]
+        for name, parameter in zip(flat.names, flat.parameters, strict=True):
+            if name in gradients:
+                parameter.grad = _like(gradients[name], parameter)
     for holder, key, buffer in buffers:
         holder._buffers[key] = buffer
     model.__class__ = type(model).__mro__[2]
@@ -54,6 +59,14 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
         _give_optimizer_back(sharded, state)
     _let_go(runtime)
     return model, sharded
+
+
+def _like(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """As autograd would have left it."""
+    gradient = gradient.to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return gradient
 
 
 def _rest(runtime: Runtime) -> None:

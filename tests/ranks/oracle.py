@@ -324,6 +324,15 @@ def named(case: Any) -> Iterator[None]:
         raise AssertionError(f"with {case}: {error}") from error
 
 
+def agree_with(task: Task, *options: dict[str, Any]) -> None:
+    """Every one of these options gives the oracle's result: bitwise on two ranks, where a sum has one order only."""
+    expected = Oracle(task, dist.get_world_size()).run(dist.get_rank())
+    tolerance = 0.0 if dist.get_world_size() <= 2 else 1e-6
+    for one in options:
+        with named(one):
+            same(train(task, lambda model, optimizer, one=one: Zero(model, optimizer, **one)), expected, tolerance)
+
+
 def same(records: list[Record], expected: list[Record], tolerance: float = 0.0) -> None:
     """Compare step by step, in the order in which an error would spread."""
     assert len(records) == len(expected)

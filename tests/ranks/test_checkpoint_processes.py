@@ -21,7 +21,7 @@ from tests.ranks.pool import forks
 from zerodp.checkpoint import report
 from zerodp.checkpoint.own import open_own
 
-ROUNDS = int(os.environ.get("ZERODP_KILL_ROUNDS", "30"))
+ROUNDS = int(os.environ.get("ZERODP_KILL_ROUNDS", "12"))
 WORLD_SIZE = 2
 
 

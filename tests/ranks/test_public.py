@@ -392,6 +392,21 @@ def test_unshard_gives_plain_objects_back(precision: str | None, stage: int) -> 
 
 
 @on_ranks(2)
+def test_unshard_gives_gradients_back(stage: int) -> None:
+    """Those of a backward that no step has taken yet: the mean over the ranks."""
+    task = Task(Net, rows(3), optimizer=adamw)
+    plain, optimizer = task.build(0)
+    for rank in range(2):
+        (squares(plain, task.batch(0, 0, rank)) / 2).backward()
+    optimizer.step()
+    model, own = zerodp.shard(*task.build(0), stage=stage, units=[Block])
+    squares(model, task.batch(0, 0, dist.get_rank())).backward()
+    model, own = zerodp.unshard(model, own)
+    own.step()
+    all_close("stepped", copied(dict(model.named_parameters())), copied(dict(plain.named_parameters())))
+
+
+@on_ranks(2)
 def test_unshard_then_shard_again(stage: int) -> None:
     task = Task(Net, rows(3), optimizer=adamw, steps=4)
     expected = Oracle(task, 2).run(0)

@@ -91,7 +91,7 @@ def test_real_models_peak_where_it_is_said(name: str, checkpoints: bool) -> None
 
     options: dict[str, Any] = {"precision": None, "optimizer": "adamw", "exact": True}
     plan = zerodp.plan(made(), world_size=2, inputs=family.inputs, loss=family.loss, **options)
-    for stage in STAGES:
+    for stage in STAGES if checkpoints else (0, 3):
         found = simulated(made(), stage, family.inputs, family.loss)
         most = peak_of(made(), family, stage)
         assert found.peak_bytes == pytest.approx(most, rel=0.05), f"stage {stage}"
