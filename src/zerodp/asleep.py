@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import PLACES, Offload
-from .core.access import runtime_of
+from .core.access import require_closed, runtime_of
 from .core.arena import Slot
 from .core.control import Kind
 from .core.local import local_of
@@ -54,11 +54,7 @@ def sleep(model: nn.Module, optimizer: Any = None, to: str = "host", path: str |
         StorageError: the disk has no room; nothing has been moved then, on any rank.
     """
     runtime = runtime_of(model)
-    runtime.require_idle("sleep()")
-    if any(unit.opened for unit in runtime.units):
-        raise ShardedError(
-            "sleep() inside full_params(): leave it first, so that what was edited has reached the shards"
-        )
+    require_closed(runtime, "sleep()")
     runtime.lending.take_back()
     runtime.lending.before_change()
     runtime.control.require(Kind.SLEEP)

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .core import optimizer_state
-from .core.access import full_grads, runtime_of, whole_values
+from .core.access import full_grads, require_closed, runtime_of, whole_values
 from .core.buffers import original_buffers
 from .core.control import Kind
 from .core.optimizer import Engine
 from .core.runtime import Runtime
-from .errors import ConfigError, ShardedError
+from .errors import ConfigError
 from .residual.store import store_of
 
 
@@ -26,11 +26,7 @@ def unshard(model: nn.Module, optimizer: Any = None) -> tuple[Any, Any]:
     sharded = runtime.optimizer
     if optimizer is not None and optimizer is not sharded:
         raise ConfigError("unshard: this optimizer was not sharded with this model")
-    runtime.require_idle("unshard()")
-    if any(unit.opened for unit in runtime.units):
-        raise ShardedError(
-            "unshard() inside full_params(): leave it first, so that what was edited has reached the shards"
-        )
+    require_closed(runtime, "unshard()")
     runtime.lending.take_back()
     runtime.control.require(Kind.STATE)
     state = sharded.state_dict() if sharded is not None else None

@@ -323,20 +323,26 @@ def ends(how: str, rank: int, port: int, out: Path) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("how", ["exits 0", "exits 1", "killed 0", "killed 1", "sleeps 1"])
-def test_rank_that_ends(how: str, tmp_path: Path) -> None:
-    """Also without checks: no wait is longer than the process group's limit."""
+def on_processes(size: int, call: Callable[[int, int], tuple[Any, ...]]) -> None:
+    """Runs ranks that may end in any way: `call` gives a rank's function and its arguments for a free port."""
     context = forks()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [context.Process(target=ends, args=(how, rank, port, tmp_path)) for rank in range(2)]
+    calls = [call(rank, port) for rank in range(size)]
+    processes = [context.Process(target=function, args=arguments) for function, *arguments in calls]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
         process.kill()
         process.join()
+
+
+@pytest.mark.parametrize("how", ["exits 0", "exits 1", "killed 0", "killed 1", "sleeps 1"])
+def test_rank_that_ends(how: str, tmp_path: Path) -> None:
+    """Also without checks: no wait is longer than the process group's limit."""
+    on_processes(2, lambda rank, port: (ends, how, rank, port, tmp_path))
     took, changed, message = (tmp_path / "met").read_text().split(maxsplit=2)
     assert float(took) < SOON
     assert changed == "False"
@@ -363,18 +369,7 @@ def ends_before_shard(rank: int, port: int, out: Path, over: str) -> None:
 @pytest.mark.parametrize("over", ["no mesh", "world", "part"])
 def test_rank_that_ends_before_shard(over: str, tmp_path: Path) -> None:
     """The time limit is torch's own, half an hour. In a part of the world of three the last rank is not asked."""
-    context = forks()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = range(3 if over == "part" else 2)
-    processes = [context.Process(target=ends_before_shard, args=(rank, port, tmp_path, over)) for rank in ranks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        process.kill()
-        process.join()
+    on_processes(3 if over == "part" else 2, lambda rank, port: (ends_before_shard, rank, port, tmp_path, over))
     took, message = (tmp_path / "met").read_text().split(maxsplit=1)
     assert float(took) < SOON
     assert message.startswith("rank 0: another rank ended before it came to shard()")

@@ -117,7 +117,7 @@ def encoder(dropout: float = 0.1) -> nn.Module:
 
 
 def language(model: Callable[[], nn.Module]) -> Task:
-    return Task(model, tokens, language_loss, optimizer=adamw, steps=5)
+    return Task(model, tokens, language_loss, optimizer=adamw, steps=5, brief=False)
 
 
 MODELS = {
@@ -126,10 +126,10 @@ MODELS = {
     "mixtral": language(mixtral),
     "t5": language(t5),
     "bert": language(bert),
-    "vit": Task(vit, images, image_loss, optimizer=adamw, steps=5),
-    "resnet": Task(resnet, images, image_loss, optimizer=adamw, steps=5),
-    "lstm": Task(Recurrent, tokens, next_token_loss, optimizer=adamw, steps=5),
-    "encoder": Task(encoder, tokens, next_token_loss, optimizer=adamw, steps=5),
+    "vit": Task(vit, images, image_loss, optimizer=adamw, steps=5, brief=False),
+    "resnet": Task(resnet, images, image_loss, optimizer=adamw, steps=5, brief=False),
+    "lstm": Task(Recurrent, tokens, next_token_loss, optimizer=adamw, steps=5, brief=False),
+    "encoder": Task(encoder, tokens, next_token_loss, optimizer=adamw, steps=5, brief=False),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,4 +125,4 @@ SITUATIONS = {
 @on_ranks(2)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_situation(situation: str, stage: int) -> None:
-    parity(SITUATIONS[situation], stage=stage, units=[Block])
+    parity(replace(SITUATIONS[situation], brief=False), stage=stage, units=[Block])

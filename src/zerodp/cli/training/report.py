@@ -36,9 +36,7 @@ def write(
     `pages` too."""
     step = records[-1]["step"] if records else 0
     outcome = (
-        f"{step} of {max(step, settings.steps or 0)} steps in {clock(records[-1]['seconds'])}"
-        if records
-        else "no steps"
+        f"{step} of {max(step, settings.steps)} steps in {clock(records[-1]['seconds'])}" if records else "no steps"
     )
     if loss is not None:
         outcome += f", validation loss {loss:.3f} nats per byte"
