@@ -26,7 +26,7 @@ def by_layers(name: str, module: nn.Module) -> bool:
 TRAININGS: dict[
     str, tuple[Callable[[nn.Module], torch.optim.Optimizer], tuple[bool, ...], int, list[dict[str, Any]]]
 ] = {
-    "AdamW": (adamw, (True,), STEPS, [{"units": by_layers}, {"units": [Block]}]),
+    "AdamW": (adamw, (True,), 20, [{"units": by_layers}, {"units": [Block]}]),
     "AdamW fused, synced": (
         ELEMENTWISE["AdamW fused"],
         (True, True),
