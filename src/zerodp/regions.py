@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 ALIGN = 512  # bytes; of CUDA's own allocations, and a multiple of a cache line; some users of memory want more
+CUTS = 8  # ways to cut a block that are kept
 LARGE = 4  # what takes this part of the largest goes to the upper end, so that small things do not cut its place up
 
 
@@ -76,6 +77,8 @@ class Region:
             0  # bytes with which it would not have been: all in use at one time, and the holes that were too small
         )
         self.begins: tuple[int, bool] | None = None  # the request for which it is cut as it is
+        # by first request: how the one block is cut for what follows, as a pass through the model does what it did before
+        self.cuts: dict[tuple[int, bool], tuple[Space, dict[tuple[int, bool], list[Space]]]] = {}
         self.lent = self.peak = self.reserved = self.allocations = 0
         self.largest = 0  # of the requests
 
@@ -113,14 +116,21 @@ class Region:
     # ---- blocks
 
     def _begin(self, size: int, top: bool) -> None:
-        """Nothing is in use. What was cut stays so if the same comes again, else it would be in the way of other sizes."""
+        """Nothing is in use. How the block is cut is kept for when the same comes again; it would be in the way of other sizes."""
         if self.firsts and (len(self.firsts) > 1 or not self.whole or size > self.reserved):
             self._unite(size)
         elif self.firsts:
-            run = next(self._runs())
-            self._dissolve(run)
-            self.firsts = [Space(run[0].block, 0, self.reserved, False)]
-            self._rest(self.firsts[0])
+            block = self.firsts[0].block
+            if self.begins is not None:
+                self.cuts[self.begins] = self.firsts[0], self.idle
+                self._forget_cuts(CUTS)
+            else:
+                self._dissolve(next(self._runs()))
+            if (size, top) in self.cuts:
+                self.firsts[0], self.idle = self.cuts.pop((size, top))
+            else:
+                self.firsts[0], self.idle = Space(block, 0, self.reserved, False), {}
+                self._rest(self.firsts[0])
         self.begins = size, top
 
     def _unite(self, size: int) -> None:
@@ -168,6 +178,8 @@ class Region:
         for run in runs:
             if nbytes > 0 and run[0].before is None and run[-1].after is None and not self._kept(run):
                 size = _bytes(run)
+                if run[0] is self.firsts[0]:
+                    self._forget_cuts(0)
                 self.firsts.remove(run[0])
                 self._dissolve(run)
                 self.reserved -= size
@@ -176,6 +188,14 @@ class Region:
     def _kept(self, run: list[Space]) -> bool:
         """The one block stays while anything is in use."""
         return self.whole and self.lent > 0 and run[0] is self.firsts[0]
+
+    def _forget_cuts(self, most: int) -> None:
+        """Keep so many, the latest."""
+        for begins in list(self.cuts)[: max(len(self.cuts) - most, 0)]:
+            space: Space | None = self.cuts.pop(begins)[0]
+            while space is not None:
+                after, space.before, space.after, space.slot = space.after, None, None, None
+                space = after
 
     # ---- spaces of blocks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from zerodp.core.arena import Arena
 from zerodp.planning.fakes import FakeArena, new_mode
 from zerodp.planning.recorder import Recorder
-from zerodp.regions import ALIGN, Region, Space
+from zerodp.regions import ALIGN, CUTS, Region, Space
 
 CPU = torch.device("cpu")
 
@@ -99,6 +100,41 @@ def test_the_one_block_grows_to_what_is_needed() -> None:
     region.give(large)
     region.clear()
     assert (region.reserved, region.peak, region.firsts) == (0, 0, [])
+
+
+def test_passes_that_take_turns_find_the_block_cut_for_them() -> None:
+    arena = Arena(CPU)
+
+    def a_pass(numels: list[int]) -> set[object]:
+        held = [arena.take(numel, torch.float32, "unsharded") for numel in numels]
+        for slot in held:
+            arena.give(slot)
+        return set(held)
+
+    forward, backward = [256, 1024, 4096], [4096, 1024, 1024]
+    for numels in (forward, backward) * 2:
+        a_pass(numels)  # the block has its size from here on, and is cut for both
+    before = [a_pass(forward), a_pass(backward)]
+    for _ in range(3):
+        assert [a_pass(forward), a_pass(backward)] == before
+    assert {len(first) for first in (spans(region) for region in arena.both) if first} == {3}
+
+
+def test_only_some_ways_to_cut_a_block_are_kept() -> None:
+    arena, whole = Arena(CPU), 64 * ALIGN
+    for size in [whole, *range(ALIGN, 40 * ALIGN, ALIGN)] * 2:
+        arena.give(arena.take(size, torch.uint8, "unsharded"))
+    region = arena.regions["unsharded"]
+    assert 1 < len(region.cuts) <= CUTS
+    first = weakref.ref(region.firsts[0].block)
+    arena.drop_idle()
+    gc.disable()  # nothing may wait for it
+    try:
+        assert not region.cuts
+        assert region.reserved == 0
+        assert first() is None
+    finally:
+        gc.enable()
 
 
 def test_holes_make_it_larger_until_there_is_room() -> None:
