@@ -36,6 +36,7 @@ LAYERS = [
     (
         "core.local",
         "core.parameter",
+        "core.saved",
         "core.norms",
         "core.schedule",
         "elementwise",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -168,3 +169,55 @@ def test_recomputation_gathers_each_unit_once_more_at_most(prefetch: int) -> Non
     gathers = [event.unit for event in zerodp.stats(model).trace if event.kind == "gather"]
     assert all(gathers.count(f"blocks.{index}") == 2 for index in range(3)), gathers
     assert zerodp.stats(model).memory.now["unsharded"] == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("outside", [True, False], ids=["around the model", "around a block"])
+def test_hooks_of_the_users_own_stay_in_charge(outside: bool, stage: int) -> None:
+    """They get what autograd saves but for pages, which keep nothing here."""
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.numel())
+        return tensor.clone()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    class Hooked(Block):
+        def __call__(self, x: Tensor) -> Any:
+            with hooks:
+                return super().__call__(x)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        seen.clear()
+        with hooks if outside else contextlib.nullcontext():
+            out = model(x)
+        assert seen
+        if isinstance(model, zerodp.ShardedModule):
+            assert not model._zerodp.arena.pinned()
+        return out.pow(2).mean()  # type: ignore[no-any-return]
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 8), *((Block if outside else Hooked)(8) for _ in range(3)))
+
+    parity(Task(build, rows(3), loss), stage=stage, units=[Block])
+
+
+@on_ranks(2)
+def test_checkpoint_around_the_whole_model(stage: int) -> None:
+    """The saved tensors are the checkpoint's, so that backward computes them again."""
+    calls = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        calls.append("step")
+        return checkpoint(model, x, use_reentrant=False).pow(2).mean()  # type: ignore[no-any-return]
+
+    def build() -> nn.Module:
+        model = Net()
+        next(m for m in model.modules() if isinstance(m, Block)).register_forward_pre_hook(
+            lambda *_: calls.append("block")
+        )
+        return model
+
+    parity(Task(build, rows(3), loss), stage=stage, units=[Block])
+    assert calls.count("block") == 2 * calls.count("step") > 0

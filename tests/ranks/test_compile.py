@@ -67,6 +67,21 @@ def test_compiled_blocks(made: str, backend: str, stage: int) -> None:
     same(records, Oracle(TASK, 2).run(dist.get_rank()))
 
 
+@on_ranks(2)
+def test_units_are_found_among_compiled_blocks() -> None:
+    """torch.compile's wrapper of a block has a length only where the block has one."""
+
+    def build() -> nn.Module:
+        model = Net()
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
+        return model
+
+    task = dataclasses.replace(TASK, model=build)
+    records = train(task, lambda model, optimizer: Zero(model, optimizer, stage=3))
+    same(records, Oracle(task, 2).run(dist.get_rank()))
+
+
 @case("B108")
 @on_ranks(2)
 @pytest.mark.parametrize(

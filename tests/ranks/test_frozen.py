@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zerodp
 from tests.ranks.oracle import Task, adamw, all_close, close, momentum, parity, rows, squares
@@ -62,6 +65,57 @@ def test_adapters_in_every_layer_train(micro: tuple[bool, ...], stage: int) -> N
     exported = {name: tensor for name, tensor in model.state_dict().items() if name in names}
     assert {tuple(tensor.shape) for tensor in exported.values()} == {(2, 6), (6, 2)}
     all_close("adapters", exported, {n: p.detach() for n, p in task.build(0)[0].named_parameters() if n in names})
+
+
+class NormedAdapted(nn.Module):
+    """The frozen norm comes last in backward, when the adapter has all its gradients."""
+
+    def __init__(self, width: int = 6):
+        super().__init__()
+        self.norm = nn.LayerNorm(width).requires_grad_(False)
+        self.adapted = Adapted(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.adapted(self.norm(x))
+
+
+class Tower(nn.Module):
+    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor]):
+        super().__init__()
+        self.blocks = nn.ModuleList(NormedAdapted() for _ in range(3))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+def called(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)  # type: ignore[no-any-return]
+
+
+def with_saved_as_they_are(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        return block(x)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("units", [[NormedAdapted], None], ids=["blocks", "whole"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        called,
+        functools.partial(checkpoint, use_reentrant=False),
+        functools.partial(checkpoint, use_reentrant=True),
+        with_saved_as_they_are,
+    ],
+    ids=["plain", "checkpoint", "re-entrant", "hooks"],
+)
+def test_adapters_below_frozen_norms(call: Any, units: Any, stage: int) -> None:
+    """What is computed again in backward keeps no parameter itself, whose values go when the adapter's gradients are there."""
+    parity(Task(lambda: Tower(call), rows(6), optimizer=trainable), stage=stage, units=units)
 
 
 @case("B76")

@@ -116,6 +116,49 @@ def test_experts_on_three_ranks(route: str) -> None:
     agree_with(routed(ROUTES[route]), {"stage": 1, "units": [Expert]}, sharded(1, 0), sharded(1, SOME))
 
 
+class Mixture(nn.Module):
+    """Sends each row to the expert that the row asks for; the experts are a part of the block's own unit."""
+
+    def __init__(self, width: int = 6):
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, NUM_EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(NUM_EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        weight, chosen = self.gate(h).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows_of = chosen == index
+            if rows_of.any():
+                out = out.index_put((rows_of,), expert(h[rows_of]) * weight[rows_of][:, None])
+        return x + out
+
+
+def mixtures() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 6), *(Mixture() for _ in range(3)), nn.Linear(6, 1))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("micro", [(True,), (False, True)], ids=["synced", "no_sync"])
+def test_experts_inside_a_block_chosen_by_the_data(micro: tuple[bool, ...]) -> None:
+    """A rank may use more of a unit, or less, than in the step before; only the next unit's backward tells when it is done."""
+    task = Task(
+        mixtures, lambda step, part, rank: rows(3)(step, part, rank)[:3], steps=6, optimizer=decaying, micro=micro
+    )
+    agree_with(
+        task,
+        *({"stage": stage, "units": [Mixture]} for stage in range(4)),
+        *({"stage": 3, "units": [Mixture], "prefetch": prefetch} for prefetch in (0, 3)),
+    )
+
+
+@on_ranks(2)
+@routes
+def test_experts_inside_the_only_unit(route: str) -> None:
+    agree_with(routed(ROUTES[route]), {"stage": 2, "units": [Routed]}, {"stage": 3, "units": [Routed]})
+
+
 @on_ranks(2)
 @routes
 @pytest.mark.parametrize("micro", [(True, True), (False, True)], ids=["synced", "no_sync"])

@@ -292,6 +292,31 @@ def test_outputs_of_any_type(part: str, stage: int) -> None:
     parity(Task(OddOutputs, rows(3), loss), stage=stage, units=[nn.Linear])
 
 
+class ReturnsLeaves(nn.Module):
+    """A parameter and its input come out as they are; neither may keep what one pass hangs on its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.b(self.a(x)), self.a.weight, x
+
+
+@on_ranks(2)
+def test_leaves_among_the_outputs(stage: int) -> None:
+    given: dict[int, Tensor] = {}
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        mine = given.setdefault(isinstance(model, zerodp.ShardedModule), torch.ones(4, 3, requires_grad=True))
+        out, weight, _ = model(x + mine)
+        assert weight is model.a.weight
+        out = out.pow(2).mean() + model(mine)[2].mean()
+        return out + weight.pow(2).mean() if stage < 3 else out
+
+    parity(Task(ReturnsLeaves, rows(3), loss), stage=stage)
+
+
 @on_ranks(2)
 def test_inputs_of_any_type(stage: int) -> None:
     class Takes(nn.Module):

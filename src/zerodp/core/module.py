@@ -166,7 +166,7 @@ class Hooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.runtime.passes:
             self.guard.check()
-            refuse_transforms(any(unit.pages for unit in self.runtime.units))
+            refuse_transforms(self.runtime.paged)
         if not self.runtime.enter(module):
             return None
         if torch.is_autocast_enabled(self.runtime.arena.device.type):
@@ -185,7 +185,7 @@ class Hooks:
             self.autocast_cache = None
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
+                if tensor.grad_fn is not None:  # a leaf, such as a parameter, would keep the hook for later passes
                     tensor.register_hook(self._backward_of(self.runtime.era))
         if self.precision is not None and self.precision.output_dtype is not None:
             return cast(output, self.precision.output_dtype)

@@ -42,16 +42,45 @@ class Pager:
                 if place < position:  # this rank went past it
                     del current.ahead[index]
                     self.let_go(self.units[index])
-        if current.phase == "backward" and not unit.trains:
-            current.frozen.append(unit.index)
-            if (
-                len(current.frozen) > 1
-            ):  # the backward of a unit without gradients ends unseen; when the next but one begins, it has
-                self.let_go(self.units[current.frozen.pop(0)])
+        if current.phase == "backward":
+            self.begin(unit, current)
         comes_halfway = current.phase == "backward" and unit.expected > 0 and bool(self.runtime.reducer.under_way)
         self._prefetch(current, self.prefetch - comes_halfway)
         self._hint(current)
         self.wanted = None
+
+    def begin(self, unit: Unit, current: Pass) -> None:
+        """The unit's backward is under way, so that of the unit before is over: autograd goes back in the order of forward.
+
+        Nothing else tells that a unit ends whose parameters do not all get gradients: frozen ones, experts that this batch did not use.
+        """
+        if unit.index in current.begun or (unit.trains and (unit.surrounds or current.forward[unit.index] > 1)):
+            return
+        current.begun.append(unit.index)
+        if len(current.begun) > 1:
+            before = self.units[current.begun.pop(0)]
+            if 0 < before.arrivals < before.expected:
+                self.complete(before, current)
+            if before.arrivals or not before.trains:
+                self.let_go(before)
+
+    def arrived(self, unit: Unit, current: Pass) -> None:
+        """One more of the unit's gradients is in its bucket."""
+        current.arrived = True
+        unit.arrivals += 1
+        if unit.index in current.complete:
+            current.missed = True  # later than expected: the bucket stays open until the next reduction
+            if (REDUCE, unit.index) in current.record:
+                current.record.remove((REDUCE, unit.index))
+            current.record.append((REDUCE, unit.index))
+            return
+        if unit.arrivals == 1:
+            self.begin(unit, current)
+        usual = current.order.arrivals.get(unit.index, unit.expected)
+        if unit.pages and 2 * unit.arrivals in (usual, usual + 1):
+            self.halfway(current)
+        if unit.arrivals == unit.expected:
+            self.complete(unit, current)
 
     def halfway(self, current: Pass) -> None:
         """Half of a page's gradients are here: the bucket before its own goes, and then the next page comes.
@@ -152,7 +181,7 @@ class Pager:
             unit.free()
 
     def complete(self, unit: Unit, current: Pass) -> None:
-        """All expected gradients of the unit are in: reduce it, and let its page go."""
+        """All gradients of the unit are in: reduce it, and let its page go, unless frozen parameters may still be of use."""
         if current.synchronizes:
             current.record.append((REDUCE, unit.index))
             current.complete.add(unit.index)
@@ -160,8 +189,11 @@ class Pager:
                 current.missed = True
             elif (last := current.reducible()) is not None:
                 self.launch_through(current, last)
-        if unit.pages and unit.holders == 0:
-            self.release(unit)
+        if not unit.adapts:
+            if unit.index in current.begun:
+                current.begun.remove(unit.index)
+            if unit.pages and unit.holders == 0:
+                self.release(unit)
 
     def finish(self, current: Pass) -> None:
         """The end of a pass launches the rest of its list; nothing stays but what is held or kept."""

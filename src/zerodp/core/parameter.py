@@ -69,20 +69,6 @@ class Where:
         return type(None), ()  # a parameter that is pickled while it is whole becomes an ordinary one
 
 
-class Note:
-    """What autograd saves in place of a view of a page: where to find it again, and the DTensor that it was in, if it was."""
-
-    __slots__ = ("flat", "offset", "size", "spec", "stride")
-
-    def __init__(self, flat: Flat, view: Tensor, saved: Tensor) -> None:
-        self.flat, self.offset, self.size, self.stride = flat, view.storage_offset(), view.size(), view.stride()
-        self.spec = None if view is saved else saved._spec  # type: ignore[attr-defined]
-
-    def read(self, page: Tensor) -> Tensor:
-        view = page.as_strided(self.size, self.stride, self.offset)
-        return view if self.spec is None else DTensor(view, self.spec, requires_grad=False)
-
-
 class Trap:
     """Mixin of classes of tensors whose values are not here: what is `_safe` can be asked, any other use is `_used` first."""
 

@@ -7,7 +7,7 @@ calls `settle`. Everything they cause is launched in the order of the pass's lis
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,8 +28,9 @@ from .control import Control, Kind
 from .lending import Lending
 from .local import get_inner
 from .pager import Pager
-from .parameter import Note, Where, writes
+from .parameter import Where, writes
 from .reducer import Reducer
+from .saved import Note, pop_hooks, push_hooks
 from .schedule import MAX_REVISIONS, REDUCE, Op, Order, Pass, backward_order, forward_order
 from .unit import Flat, Unit
 
@@ -52,6 +53,7 @@ class Frame:
 
     held: list[Unit] = field(default_factory=list)
     faulted: list[Unit] = field(default_factory=list)
+    packs: bool = False  # whether hooks for saved tensors are undone with it
 
 
 class Runtime:
@@ -64,7 +66,10 @@ class Runtime:
         self.units, self.arena, self.comm, self.reducer = units, arena, comm, reducer
         self.module_names = names
         self.unit_of = {unit.module: unit for unit in units if unit.module is not None}
+        for module, unit in self.unit_of.items():
+            unit.surrounds = any(inner is not module and inner in self.unit_of for inner in module.modules())
         self.pager = Pager(units, config.unsharded_bytes, config.prefetch, self)
+        self.paged = any(unit.pages for unit in units)
         self.pages: dict[int, Flat] = {}  # the pages that are here, by the addresses of their storages
         self.passes: list[Pass] = []
         self.frames: list[Frame] = []
@@ -118,6 +123,8 @@ class Runtime:
             self.frames.clear()
             self._begin_forward(module)
         frame = Frame()
+        if self.paged and torch.is_grad_enabled():
+            frame.packs = push_hooks(self)
         self.frames.append(frame)
         unit = self.unit_of.get(module)
         if unit is not None:
@@ -131,6 +138,8 @@ class Runtime:
             return False
         self.end_failed()
         frame = self.frames.pop()
+        if frame.packs:
+            pop_hooks()
         for unit in frame.held + frame.faulted:
             self._unhold(unit)
         if self.frames or self.phase != "forward":
@@ -146,13 +155,9 @@ class Runtime:
         if order is None:
             order = self.orders[key] = Order(forward_order(u.index for u in self._units_under(module) if u.pages), 0)
         self.passes.append(Pass("forward", key, order))
-        if key[2] and any(unit.pages for unit in self.units):
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
 
     def _end_forward(self) -> None:
         current = self.passes[-1]
-        if current.key[2] and any(unit.pages for unit in self.units):
-            torch._C._autograd._pop_saved_tensors_default_hooks()
         self.pager.finish(current)
         self.passes.remove(current)
         if current.key[2] and not self.open:
@@ -183,13 +188,11 @@ class Runtime:
             order = self.orders[key] = Order(
                 self._first_backward_order(set(trains) if synchronizes else set()), self.pager.prefetch
             )
-        awaited = {index for _, used in self.forwards for index in used} & set(order.arrivals or trains)
-        current = Pass("backward", key, order, synchronizes=synchronizes, awaited=awaited)
+        uses = Counter(index for _, used in self.forwards for index in used)
+        awaited = (uses.keys() & set(trains)) - order.silent
+        current = Pass("backward", key, order, synchronizes=synchronizes, awaited=awaited, forward=uses)
         for unit in self.units:
             unit.arrivals = 0
-            unit.expected = order.arrivals.get(unit.index) or sum(
-                p.requires_grad for flat in unit.flats for p in flat.parameters
-            )
         self.unscaled_backwards += not self.scaled_backward
         self.passes.append(current)
         for unit in self.units:
@@ -223,18 +226,7 @@ class Runtime:
             self.begin_backward()
         if not self.reducer.accept(flat, index, parameter):
             return
-        current, unit = self.passes[-1], flat.unit
-        current.arrived = True
-        unit.arrivals += 1
-        if unit.pages and 2 * unit.arrivals in (unit.expected, unit.expected + 1):
-            self.pager.halfway(current)
-        if unit.arrivals == unit.expected:
-            self.pager.complete(unit, current)
-        elif unit.arrivals > unit.expected:
-            current.missed = True  # later than expected: the bucket stays open until the next reduction
-            if current.record and (REDUCE, unit.index) in current.record:
-                current.record.remove((REDUCE, unit.index))
-            current.record.append((REDUCE, unit.index))
+        self.pager.arrived(flat.unit, self.passes[-1])
 
     def end_backward(self) -> None:
         """Autograd has gone through the whole graph, or failed."""
@@ -244,6 +236,7 @@ class Runtime:
         if current.order.reduces and not current.arrived:
             current.missed = True
         current.order.arrivals = {unit.index: unit.arrivals for unit in self.units if unit.arrivals}
+        current.order.silent = current.forward.keys() - current.order.arrivals.keys()
         self.pager.finish(current)
         self.passes.remove(current)
         self.forwards.clear()

@@ -10,6 +10,7 @@ This file knows units by number only.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ class Order:
     ops: list[Op] = field(init=False)  # as launched: each gather ahead of its use
     record: list[Op] = field(default_factory=list)
     arrivals: dict[int, int] = field(default_factory=dict)  # gradients that came per unit, last time
+    silent: set[int] = field(default_factory=set)  # units that were used last time, and got none
     revisions: int = 0
 
     def __post_init__(self) -> None:
@@ -57,7 +59,8 @@ class Pass:
     record: list[Op] = field(default_factory=list)
     uses: list[int] = field(default_factory=list)  # units in the order of use, whether they are pages or not
     ahead: dict[int, int] = field(default_factory=dict)  # launched, not yet demanded: unit -> position
-    frozen: list[int] = field(default_factory=list)  # pages that no gradient will release
+    begun: list[int] = field(default_factory=list)  # units in backward, as far as this rank can tell
+    forward: Counter[int] = field(default_factory=Counter)  # of a backward: how often forward used each unit
     arrived: bool = False
     synchronizes: bool = True
     awaited: set[int] = field(default_factory=set)  # units that will get gradients on this rank, by all it knows

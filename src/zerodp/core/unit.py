@@ -158,10 +158,12 @@ class Flat:
         if self.persistent is None:
             self.persistent = self.cut(arena.allocate(self.layout.padded_numel, self.param_dtype, "gradients"))
 
-    def look(self) -> bool:
-        """Whether any parameter wants a gradient; asked once per backward, as users freeze and unfreeze."""
-        self.trains = any(p.requires_grad for p in self.parameters)
-        return self.trains
+    def look(self) -> int:
+        """How many parameters want a gradient; asked once per backward, as users freeze and unfreeze."""
+        with torch._C.DisableTorchFunctionSubclass():  # asking hidden parameters one by one would cost more
+            count = sum(p.requires_grad for p in self.parameters)
+        self.trains = count > 0
+        return count
 
     def cut(self, whole: Tensor) -> Cut:
         views = [whole.as_strided(size, stride, offset) for size, stride, offset in self.shapes]
@@ -256,7 +258,7 @@ class Flat:
             return
         if self.grad is not None and self._rests_in_bucket(self.grad):
             # The reduced gradient of an earlier backward is in this rank's own part: it needs a place of its own now.
-            moved = self._grad_memory(arena, _accumulating(self.grad_dtype))
+            moved = self._grad_memory(arena, torch.promote_types(self.grad_dtype, torch.float32))  # to add up in
             for new, old in zip(moved, self.grad, strict=True):
                 new.copy_(old)
             self.grad = moved
@@ -337,11 +339,14 @@ class Unit:
         self.kept = False  # the cache keeps it between uses
         self.opened = 0  # full_params contexts that keep it, on all ranks alike
         self.holders = 0  # frames and contexts that need it
+        self.surrounds = module is None  # other units are used between its own uses; see `Runtime`
         self.look()
-        self.arrivals = self.expected = 0  # gradients that came in this backward, and how many will
+        self.arrivals = 0  # gradients that came in this backward
 
     def look(self) -> bool:
-        self.trains = sum(flat.look() for flat in self.flats) > 0  # each looks
+        self.expected = sum(flat.look() for flat in self.flats)  # gradients, at most
+        self.trains = self.expected > 0
+        self.adapts = 0 < self.expected < sum(len(flat.parameters) for flat in self.flats)  # with frozen parameters
         return self.trains
 
     def launch(self) -> None:
@@ -393,8 +398,3 @@ class Unit:
                 flat.conceal()
         self.visible = self.present = False
         runtime.event("free", self)
-
-
-def _accumulating(dtype: torch.dtype) -> torch.dtype:
-    """Reduced gradients of several backward passes add up in at least fp32."""
-    return torch.promote_types(dtype, torch.float32)

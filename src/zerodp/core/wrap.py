@@ -163,7 +163,7 @@ def automatic(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if name
         and id(module) not in inside
-        and not any(module.children())
+        and next(module.children(), None) is None
         and sum(p.numel() for p in module._parameters.values() if p is not None) >= threshold
     }
     return {
