@@ -13,7 +13,10 @@ import zerodp
 from zerodp.core.stages import STAGES
 from zerodp.planning.closed import infinity, states
 from zerodp.planning.estimate import amount
+from zerodp.planning.gpt import gpt_step
 from zerodp.planning.models import CUTS, Shape, short
+from zerodp.planning.setup import Setup
+from zerodp.planning.simulated import simulate
 
 TARGET = Path(__file__).parents[1] / "docs" / "planning.md"
 ADAM = states.policy(2, 2)
@@ -173,12 +176,13 @@ def simulated() -> str:
     lines = ["### Closed forms and the engine", "", "GPT of 12 layers, width 768, on 1,024 ranks: the last rank.", ""]
     lines += ["| stage | planned | simulated | where | collectives | sent |", "|---|---|---|---|---|---|"]
     shape = Shape(12, 768, 12, 50257, 1024)
+    estimates, setup = zerodp.plan(shape, world_size=1024).estimates, Setup(1024)
+    step = gpt_step(shape, 1, None, "block", setup.precision)
     for stage in STAGES:
-        plan = zerodp.plan(shape, world_size=1024, stage=stage, simulate=True)
-        one = plan.simulated[-1]
+        one = simulate(step, setup, stage, rank=1023)  # what `zerodp plan --simulate` does, for the first rank as well
         where = f"{one.peak_phase} of {one.peak_unit}"
         lines.append(
-            f"| {stage} | {amount(plan.estimates[stage].device_bytes)} | {amount(one.peak_bytes)} | {where} | {one.launches:,} | {amount(one.wire_bytes)} |"
+            f"| {stage} | {amount(estimates[stage].device_bytes)} | {amount(one.peak_bytes)} | {where} | {one.launches:,} | {amount(one.wire_bytes)} |"
         )
     lines += ["", "### A trillion parameters", ""]
     lines += [

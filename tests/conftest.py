@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ranks.pool import Pool
+from tests import warm
+
+if TYPE_CHECKING:
+    from tests.ranks.pool import Pool
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # For all that the tests start as well: a thread that is woken up waits for its turn. Else a rank that has just sent something
+    # is put aside with the lock of its connection in hand, and gloo's thread there asks for that lock without a pause.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if getattr(config.option, "numprocesses", None):  # this process only gives the others their files
+        os.environ[warm.SHARED] = warm.python()
     config.addinivalue_line(
         "markers", "case(*ids): the public bug reports that this test stands for; select with -k B12"
     )
@@ -34,6 +44,8 @@ def world_size(item: pytest.Item) -> int:
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Processes that act as ranks, kept between tests."""
+    from tests.ranks.pool import Pool  # and torch with it, which the process that only gives out files does not need
+
     pool = Pool(tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()

@@ -27,6 +27,9 @@ from pathlib import Path
 
 CLIENT = Path(__file__).with_name("warm_client.py")
 ROOT = Path(__file__).parents[1]
+SHARED = (
+    "ZERODP_TESTS_WARM"  # in the environment: the path of a stand-in that another process has made, for all of them
+)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # only such may be forked
 # arguments, environment, working folder, blocked signals, standard streams
 Program = tuple[list[str], dict[str, str], str, list[int], list[int]]
@@ -34,7 +37,9 @@ Program = tuple[list[str], dict[str, str], str, list[int], list[int]]
 
 @functools.cache
 def python() -> str:
-    """The path of the stand-in. Its server ends with this process."""
+    """The path of the stand-in. Its server ends with this process, or with the one that shares it."""
+    if shared := os.environ.get(SHARED):
+        return shared
     folder = Path(tempfile.mkdtemp(prefix="warm"))
     where = ":".join([str(ROOT / "src"), str(ROOT)])
     server = subprocess.Popen(

@@ -63,7 +63,7 @@ def test_ctrl_c_on_a_terminal(tmp_path: Path, cache: Path, text: Path) -> None:
     take_terminal = lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)  # noqa: E731
     reader.start()
     how = {"stdout": inner, "python": sys.executable, "preexec_fn": take_terminal}
-    with started({"--out": folder, "--data": text}, cache, **how) as process:
+    with started({"--out": folder, "--data": text, "--ranks": 1}, cache, **how) as process:
         os.write(terminal, b"\x03")
         process.wait(timeout=SOON)
     os.close(inner)

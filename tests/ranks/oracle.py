@@ -55,6 +55,7 @@ class Task:
 
     batch: of (step, micro-batch, rank).
     loss: one loss, or several that are computed first and then each put through its own backward.
+    steps: the first has no moments and records the order, the second uses both.
     micro: per micro-batch of a step, whether its backward is synchronised (False = under ``no_sync``).
     between: called before every step, with both sides' own model and optimizer.
     brief: record the losses of every step, and the rest only at the last, where whatever went wrong before still shows;
@@ -65,7 +66,7 @@ class Task:
     batch: Callable[[int, int, int], Any]
     loss: Callable[[nn.Module, Any], Tensor | Sequence[Tensor]] = squares
     optimizer: Callable[[nn.Module], Optimizer] = momentum
-    steps: int = 3
+    steps: int = 2
     micro: Sequence[bool] = (True,)
     max_norm: float | None = None
     between: Callable[[int, nn.Module, Any], None] = nothing

@@ -147,7 +147,7 @@ def test_compiled_blocks_accumulate_evaluate_and_recompile(stage: int) -> None:
     def batch(step: int, micro: int, rank: int) -> Tensor:
         return rows(3, 2 + step)(step, micro, rank)
 
-    task = Task(Net, batch, micro=(True, False, True), between=between)
+    task = Task(Net, batch, micro=(True, False, True), between=between, steps=3)
     parity(task, stage=stage, units=[Block])
 
 

@@ -18,7 +18,8 @@ from tests.ranks.pool import on_ranks
 from tests.ranks.toys import Block, CheckpointedNet, Net
 
 Register = Callable[[nn.Module], Any]
-made = pytest.mark.parametrize("made", ["before", "after"])
+MADE = ("before", "after")
+made = pytest.mark.parametrize("made", MADE)
 layouts = pytest.mark.parametrize("units", [None, [Block]], ids=["whole", "blocks"])
 
 
@@ -107,21 +108,20 @@ PARAMETER_HOOKS = {hook.__name__: hook for hook in (double, scale_in_place, repl
 
 
 @on_ranks(2)
-@made
 @pytest.mark.parametrize("hook", PARAMETER_HOOKS)
-def test_what_parameter_hooks_change_counts(hook: str, made: str, stage: int) -> None:
-    """They see this rank's own gradient, so a sum is what both sides can be compared by."""
+def test_what_parameter_hooks_change_counts(hook: str, stage: int) -> None:
+    """They see this rank's own gradient, so a sum is what both sides can be compared by. Every two of hook, time and stage meet."""
+    made = MADE[(list(PARAMETER_HOOKS).index(hook) + stage) % 2]
     task = hooked(PARAMETER_HOOKS[hook], made, optimizer=adamw, micro=(True, False, True), reduction="sum", steps=2)
     parity(task, stage=stage, units=[Block], reduction="sum")
 
 
 @on_ranks(2)
-@made
 @layouts
 @pytest.mark.parametrize("kind", ["tensor", "post-accumulate"])
-def test_parameter_hooks_fire_once_per_backward_on_the_full_own_gradient(
-    kind: str, units: Any, made: str, stage: int
-) -> None:
+def test_parameter_hooks_fire_once_per_backward_on_the_full_own_gradient(kind: str, units: Any, stage: int) -> None:
+    """Every two of kind, layout, time and stage meet."""
+    made = MADE[((kind == "tensor") + (units is None) + stage) % 2]
     seen: dict[str, list[Tensor]] = {}
 
     def record(model: nn.Module) -> None:
@@ -242,10 +242,11 @@ MODULE_HOOKS = {hook.__name__: hook for hook in (on_forward, on_backward, reads_
 
 
 @on_ranks(2)
-@made
 @layouts
 @pytest.mark.parametrize("hook", MODULE_HOOKS)
-def test_what_module_hooks_change_counts(hook: str, units: Any, made: str, stage: int) -> None:
+def test_what_module_hooks_change_counts(hook: str, units: Any, stage: int) -> None:
+    """Every two of hook, layout, time and stage meet."""
+    made = MADE[(list(MODULE_HOOKS).index(hook) + (units is None) + stage) % 2]
     task = hooked(MODULE_HOOKS[hook], made, loss=with_input_gradient, reduction="sum")
     parity(task, stage=stage, units=units, reduction="sum")
 
@@ -432,9 +433,9 @@ def evaluating(model: nn.Module, how: str) -> Iterator[None]:
 @on_ranks(2)
 @layouts
 @pytest.mark.parametrize("how", ["inference_mode", "no_grad"])
-@pytest.mark.parametrize("first", [0, 1])
-def test_evaluation_between_training_steps(first: int, how: str, units: Any, stage: int) -> None:
-    """Also before the first; what evaluation brings here is no inference tensor to training."""
+def test_evaluation_between_training_steps(how: str, units: Any, stage: int) -> None:
+    """Also before the first; what evaluation brings here is no inference tensor to training. Every two of these meet."""
+    first = ((how == "no_grad") + (units is None) + stage) % 2
     outputs: dict[bool, list[Tensor]] = {True: [], False: []}
 
     def between(step: int, model: nn.Module, optimizer: Any) -> None:
@@ -443,7 +444,7 @@ def test_evaluation_between_training_steps(first: int, how: str, units: Any, sta
                 outputs[isinstance(model, zerodp.ShardedModule)] += [model(rows(3)(step, 0, 0))]
 
     options = {"unsharded_bytes": 700} if stage == 3 else {}
-    parity(Task(Net, rows(3), between=between), stage=stage, units=units, **options)
+    parity(Task(Net, rows(3), between=between, steps=3), stage=stage, units=units, **options)
     for mine, expected in zip(outputs[True], outputs[False], strict=True):
         close("output", mine, expected)
 
@@ -476,9 +477,10 @@ def fail(gradient: Tensor) -> None:
 @on_ranks(2)
 @layouts
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("first", [0, 1])
-def test_exceptions_pass_through_and_training_goes_on(first: int, where: str, units: Any, stage: int) -> None:
-    """On all ranks alike; the half-finished gradients are zeroed, as they must be in plain torch."""
+def test_exceptions_pass_through_and_training_goes_on(where: str, units: Any, stage: int) -> None:
+    """On all ranks alike; the half-finished gradients are zeroed, as they must be in plain torch. In the first step or later:
+    every two of that, place, layout and stage meet."""
+    first = ((where == "forward") + (units is None) + stage) % 2
 
     def between(step: int, model: nn.Module, optimizer: Any) -> None:
         if step >= first:
@@ -492,7 +494,7 @@ def test_exceptions_pass_through_and_training_goes_on(first: int, where: str, un
             now = zerodp.stats(model).memory.now
             assert (now["unsharded"], now["buckets"]) == (0, 0)
 
-    parity(Task(Trips, rows(3), between=between), stage=stage, units=units)
+    parity(Task(Trips, rows(3), between=between, steps=3), stage=stage, units=units)
 
 
 @on_ranks(2)

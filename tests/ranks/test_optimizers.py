@@ -167,7 +167,7 @@ def test_settings_changed_in_the_groups_count(stage: int) -> None:
             group["lr"] = 0.1 / (1 + step)
             group["weight_decay"] = 0.01 * step
 
-    parity(Task(Net, rows(3), optimizer=grouped_all, between=between), stage=stage)
+    parity(Task(Net, rows(3), optimizer=grouped_all, between=between, steps=3), stage=stage)
 
 
 def grouped_all(model: nn.Module) -> torch.optim.Optimizer:

@@ -240,7 +240,7 @@ class Repeats(nn.Module):
         return x
 
 
-REPEATED = Task(Repeats, lambda step, micro, rank: (rows(3)(step, micro, rank), 3 if rank else 1))
+REPEATED = Task(Repeats, lambda step, micro, rank: (rows(3)(step, micro, rank), 3 if rank else 1), steps=3)
 
 
 @case("B45")
@@ -300,7 +300,7 @@ def test_unequal_numbers_of_forwards_inside_the_gathered_context(stage: int) -> 
                 for batch in range(2 + 3 * dist.get_rank()):
                     assert model(rows(3)(batch, 0, 0)).isfinite().all()
 
-    parity(Task(Net, rows(3), between=between), stage=stage, units=[Block])
+    parity(Task(Net, rows(3), between=between, steps=3), stage=stage, units=[Block])
 
 
 class Headed(nn.Module):
@@ -329,7 +329,7 @@ def test_part_of_the_model_called_directly(units: Any, stage: int) -> None:
 
     outputs: dict[bool, list[Tensor]] = {True: [], False: []}
     x = rows(3)(0, 0, 0)
-    parity(Task(Headed, rows(3), between=between), stage=stage, units=units)
+    parity(Task(Headed, rows(3), between=between, steps=3), stage=stage, units=units)
     for mine, expected in zip(outputs[True], outputs[False], strict=True):
         close("output", mine, expected)
 
@@ -346,7 +346,7 @@ def test_module_inside_a_unit_called_directly_is_a_clear_error(stage: int) -> No
             with pytest.raises(zerodp.ShardedError, match=r"'body\.blocks\.1\.a\.weight'.*unit 'body'.*full_params"):
                 net.body.blocks[1](torch.ones(1, 6))
 
-    parity(Task(Headed, rows(3), between=between), stage=stage, units=["body"])
+    parity(Task(Headed, rows(3), between=between, steps=3), stage=stage, units=["body"])
 
 
 @on_ranks(2)
@@ -357,7 +357,7 @@ def test_training_through_a_part_of_the_model(stage: int) -> None:
         net: Any = model
         return net.body(x).pow(2).mean()
 
-    parity(Task(Headed, rows(3), loss, optimizer=decaying), stage=stage, units=[Block])
+    parity(Task(Headed, rows(3), loss, optimizer=decaying, steps=3), stage=stage, units=[Block])
 
 
 @on_ranks(2)
@@ -393,7 +393,7 @@ class EitherOrder(nn.Module):
 )
 def test_two_units_in_another_order_on_each_rank(options: dict[str, Any]) -> None:
     """Right values wherever they stay gathered, never those of the other; where they do not, see test_hangs."""
-    task = Task(EitherOrder, lambda step, micro, rank: (rows(3)(step, micro, rank), rank == 1))
+    task = Task(EitherOrder, lambda step, micro, rank: (rows(3)(step, micro, rank), rank == 1), steps=3)
     parity(task, units=[nn.Linear], **options)
 
 
@@ -411,7 +411,7 @@ def test_state_dict_that_one_rank_cannot_load(bad_on: int, stage: int) -> None:
             with pytest.raises(zerodp.CheckpointError, match=r"(?s)2\.weight.*\[7\].*\[1, 5\]"):
                 model.load_state_dict(state)
 
-    parity(Task(toy_b, rows(3), optimizer=decaying, between=between), stage=stage)
+    parity(Task(toy_b, rows(3), optimizer=decaying, between=between, steps=3), stage=stage)
 
 
 @case("B56")
@@ -430,4 +430,4 @@ def test_error_inside_the_gathered_context(write: bool, stage: int) -> None:
             with pytest.raises(KeyError, match="generation"):
                 generate(model)
 
-    parity(Task(Net, rows(3), between=between), stage=stage, units=[Block])
+    parity(Task(Net, rows(3), between=between, steps=3), stage=stage, units=[Block])

@@ -351,7 +351,7 @@ def test_exception_in_forward_leaves_no_trace(units: Any, stage: int) -> None:
             with pytest.raises(ValueError, match="bad batch"):
                 model(torch.ones(1, 3))
 
-    parity(Task(Fails, rows(3), between=between), stage=stage, units=units)
+    parity(Task(Fails, rows(3), between=between, steps=3), stage=stage, units=units)
 
 
 @on_ranks(2)
@@ -362,4 +362,4 @@ def test_forward_whose_graph_is_dropped(units: Any, stage: int) -> None:
     def between(step: int, model: nn.Module, optimizer: Any) -> None:
         assert squares(model, torch.ones(2, 3)).isfinite()
 
-    parity(Task(Net, rows(3), between=between), stage=stage, units=units)
+    parity(Task(Net, rows(3), between=between, steps=3), stage=stage, units=units)

@@ -43,7 +43,8 @@ def test_ledgers_traffic_and_events_are_the_same(stage: int, world_size: int) ->
     """Every two of stage, ranks and options meet; nothing in the engine depends on all three."""
     options = OPTIONS[(stage + world_size // 4) % 2]
     model = Net(width=20)
-    found = simulated(model, stage, X, lambda y: y.pow(2).mean(), **options)
+    looks = dist.get_rank() in (0, world_size - 1)  # the others' parts are as the first one's
+    found = simulated(model, stage, X, lambda y: y.pow(2).mean(), **options) if looks else None
     given = {name: value for name, value in options.items() if name != "accumulate"}
     model, optimizer = zerodp.shard(model, adamw(model), stage=stage, **given)
     for _ in range(2):
@@ -52,6 +53,8 @@ def test_ledgers_traffic_and_events_are_the_same(stage: int, world_size: int) ->
         for _ in range(options.get("accumulate", 1)):
             model(X).pow(2).mean().backward()
         optimizer.step()
+    if found is None:
+        return
     seen = zerodp.stats(model)
     assert found.now == seen.memory.now
     assert found.peak == seen.memory.peak
@@ -79,7 +82,9 @@ def test_replicas_are_the_same(stage: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "checkpoints"), [("gpt2", True), ("resnet", False)])
 def test_real_models_peak_where_it_is_said(name: str, checkpoints: bool) -> None:
-    """The peak of the allocator while a sharded model trains: within 5 % by the simulation, 15 % by the plan from a trace."""
+    """The peak of the allocator while a sharded model trains: within 5 % by the simulation, 15 % by the plan from a trace.
+
+    Of rank 0, whose part is as large as any."""
     family = FAMILIES[name]
 
     def made() -> Any:
@@ -90,10 +95,13 @@ def test_real_models_peak_where_it_is_said(name: str, checkpoints: bool) -> None
         return model
 
     options: dict[str, Any] = {"precision": None, "optimizer": "adamw", "exact": True}
-    plan = zerodp.plan(made(), world_size=2, inputs=family.inputs, loss=family.loss, **options)
+    first = dist.get_rank() == 0
+    plan = zerodp.plan(made(), world_size=2, inputs=family.inputs, loss=family.loss, **options) if first else None
     for stage in STAGES if checkpoints else (0, 3):
-        found = simulated(made(), stage, family.inputs, family.loss)
         most = peak_of(made(), family, stage)
+        if plan is None:
+            continue
+        found = simulated(made(), stage, family.inputs, family.loss)
         assert found.peak_bytes == pytest.approx(most, rel=0.05), f"stage {stage}"
         # The plan adds up the most of each kind, which does not come at one time: gradients grow while activations go.
         assert 0.95 * most < plan.estimates[stage].device_bytes < 1.15 * most, f"stage {stage}"

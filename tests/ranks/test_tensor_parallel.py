@@ -432,12 +432,13 @@ def loaded(pairs: list[tuple[tuple[int, ...], str]], folder: Path) -> list[tuple
 
 
 def test_checkpoints_move_between_meshes(fresh_ranks: Pool, tmp_path: Path) -> None:
+    """From the mesh that splits both ways to every other, and back."""
     ranks = fresh_ranks  # torch's caches of DTensors would bring meshes of earlier process groups back
     expected = {**ranks.run(1, saved, [(1, 1)], tmp_path)[0], **ranks.run(4, saved, SHAPES, tmp_path)[0]}
-    pairs = [(shape, name) for shape in SHAPES for name in expected if name != name_of(shape)]
+    pairs = [(shape, name) for shape in SHAPES for name in expected if (name == "2x2") != (shape == (2, 2))]
     for results in (
         ranks.run(4, loaded, pairs, tmp_path),
-        ranks.run(1, loaded, [((1, 1), n) for n in expected], tmp_path),
+        ranks.run(1, loaded, [((1, 1), "2x2"), ((1, 1), "1x4")], tmp_path),
     ):
         for found in results:
             for name, values in found:

@@ -39,9 +39,7 @@ def agrees(found: Simulation, step: Any, setup: Setup, stage: int, rank: int) ->
     assert found.peak["buckets"] == planned.kinds["buckets"]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "stage"), [*((64, stage) for stage in STAGES), (1024, 3), *((4096, stage) for stage in STAGES)]
-)
+@pytest.mark.parametrize(("world_size", "stage"), [(64, 3), (1024, 2), *((4096, stage) for stage in STAGES)])
 def test_first_and_last_rank_are_as_the_closed_forms_say(world_size: int, stage: int) -> None:
     setup = Setup(world_size, bucket_bytes=2**20)
     step = gpt_step(SHAPE, 1, None, "block", setup.precision)
