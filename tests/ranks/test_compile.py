@@ -79,7 +79,9 @@ def test_units_are_found_among_compiled_blocks() -> None:
 
     task = dataclasses.replace(TASK, model=build)
     records = train(task, lambda model, optimizer: Zero(model, optimizer, stage=3))
-    same(records, Oracle(task, 2).run(dist.get_rank()))
+    for record in records:
+        record.parameters = {name.replace("._orig_mod", ""): tensor for name, tensor in record.parameters.items()}
+    same(records, Oracle(TASK, 2).run(dist.get_rank()))
 
 
 @case("B108")
