@@ -47,7 +47,8 @@ class _Unit:
 
     flats = far = ()
     kept = visible = False
-    opened = holders = expected = 0
+    opened = holders = arrivals = expected = 0
+    adapts = surrounds = False
 
     def __init__(self, part: Part, index: int, stage: Rehearsal) -> None:
         self.part, self.index, self.stage = part, index, stage
@@ -101,6 +102,8 @@ class Rehearsal:
     def __init__(self, parts: Sequence[Part], prefetch: int, budget_bytes: int) -> None:
         self.units = [_Unit(part, index, self) for index, part in enumerate(parts)]
         self.root = next((unit for unit in self.units if unit.name == ROOT), None)
+        if self.root is not None:
+            self.root.surrounds = True
         self.pager = Pager(self.units, budget_bytes, prefetch, self)  # type: ignore[arg-type]
         self.passes: list[Pass] = []
         self.orders: dict[str, Order] = {}
