@@ -172,6 +172,23 @@ def test_what_is_seen_outside_is_not_lent_again() -> None:
     assert arena.now["gradients"] == 1200
 
 
+def test_what_a_thread_lets_go_of_late_does_not_hide_who_sees_it_next() -> None:
+    arena = Arena(CPU)
+    for _ in range(2):  # now the block has its size
+        arena.give(arena.take(128, torch.float32, "buckets"))
+    slot = arena.take(128, torch.float32, "buckets")
+    late = slot.cut("halves", lambda tensor: list(tensor.view(2, -1).unbind()))[0]
+    assert not slot.in_use
+    arena.give(slot)
+    again = arena.take(64, torch.int64, "buckets")
+    assert again is slot
+    del late
+    seen = again.tensor.detach()
+    assert again.in_use
+    del seen
+    assert not again.in_use
+
+
 def test_memory_outlives_the_arena_while_it_is_seen() -> None:
     arena = Arena(CPU)
     slot = arena.take(1000, torch.float32, "unsharded")

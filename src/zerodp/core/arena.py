@@ -10,7 +10,7 @@ torch keeps all activations, in memory of the device that goes back to torch wit
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,14 +46,17 @@ class Parts(dict[int, Tensor]):
 class Slot:
     """A borrowed buffer: `tensor` is [numel] of the asked dtype, `cut` remembers views of it."""
 
-    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "region", "space", "tensor")
+    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "own", "region", "space", "tensor")
 
     def __init__(self, region: Region, space: Space) -> None:
         self.region, self.space = region, space
         self.buffer = self.tensor = space.memory()
         self.address = self.buffer.untyped_storage()._cdata  # identifies the storage to saved-tensor hooks
         self.cuts: dict[Any, Any] = {}
-        self.base = 0
+        self.own, self.base = (
+            self.references(),
+            0,
+        )  # references to the storage of the buffer alone, and while nobody looks
 
     def lend(self, numel: int, dtype: torch.dtype, kind: str, label: str) -> Slot:
         nbytes = numel * dtype.itemsize
@@ -61,8 +64,8 @@ class Slot:
             self.cuts.clear()
             with torch.inference_mode(False):  # or training could not use it later
                 self.tensor = self.buffer[:nbytes].view(dtype)
-            # Read, not assumed: how many references there are while nobody else looks at the buffer.
-            self.base = self.references()
+            # Not read: a thread of the backend's may hold a view for a moment longer, which would count for ever.
+            self.base = self.own + 1
         self.nbytes, self.kind, self.label = nbytes, kind, label
         return self
 
@@ -72,7 +75,8 @@ class Slot:
         if made is None:
             before = self.references()
             made = self.cuts[key] = make(self.tensor)
-            self.base += self.references() - before
+            views = sum(1 for view in _tensors_in(made) if view is not self.tensor)
+            self.base += max(views, self.references() - before)  # a fake tensor's views may hold more than themselves
         return made
 
     def references(self) -> int:
@@ -217,3 +221,12 @@ class Arena:
     def reset_peaks(self) -> None:
         self.peak = dict(self.now)
         self.total_peak = self.total
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
