@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def pytest_configure(config: pytest.Config) -> None:
     # For all that the tests start as well: a thread that is woken up waits for its turn. Else a rank that has just sent something
     # is put aside with the lock of its connection in hand, and gloo's thread there asks for that lock without a pause.
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if hasattr(os, "SCHED_BATCH"):  # Linux
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if getattr(config.option, "numprocesses", None):  # this process only gives the others their files
         os.environ[warm.SHARED] = warm.python()
     config.addinivalue_line(

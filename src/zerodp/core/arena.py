@@ -53,10 +53,8 @@ class Slot:
         self.buffer = self.tensor = space.memory()
         self.address = self.buffer.untyped_storage()._cdata  # identifies the storage to saved-tensor hooks
         self.cuts: dict[Any, Any] = {}
-        self.own, self.base = (
-            self.references(),
-            0,
-        )  # references to the storage of the buffer alone, and while nobody looks
+        self.own = self.references()  # to the storage, by the buffer alone
+        self.base = 0  # by all that the slot keeps
 
     def lend(self, numel: int, dtype: torch.dtype, kind: str, label: str) -> Slot:
         nbytes = numel * dtype.itemsize
