@@ -307,12 +307,13 @@ def ends(how: str, rank: int, port: int, out: Path) -> None:
     model, optimizer = sharded_net(check=way != "sleeps")
     train_step(model, optimizer)
     before = shards(optimizer)
+    (out / f"there{rank}").touch()
     if rank == int(who):
+        wait_for(out / f"there{1 - rank}")  # what it has sent may be lost with it
         if way == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if way == "sleeps":
-            while not (out / "met").exists():
-                time.sleep(0.2)
+            wait_for(out / "met")
         os._exit(0)
     began = time.monotonic()
     try:
@@ -321,6 +322,11 @@ def ends(how: str, rank: int, port: int, out: Path) -> None:
         changed = any(not torch.equal(shards(optimizer)[name], piece) for name, piece in before.items())
         (out / "met").write_text(f"{time.monotonic() - began} {changed} {error}")
     os._exit(0)
+
+
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.05)
 
 
 def on_processes(size: int, call: Callable[[int, int], tuple[Any, ...]]) -> None:
@@ -355,7 +361,9 @@ def ends_before_shard(rank: int, port: int, out: Path, over: str) -> None:
     size = 3 if over == "part" else 2
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     mesh = dist.new_group([0, 1]) if over == "part" else None
+    (out / f"there{rank}").touch()
     if rank == 1:
+        wait_for(out / "there0")  # what it has sent may be lost with it
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     try:

@@ -211,8 +211,7 @@ class Elsewhere(Home):
 
     def leave(self, name: str) -> None:
         """What is live is kept elsewhere from now on."""
-        self._close(name, False)
-        self._hide(name)
+        self._close(name, False, hide=True)
         self.tier.free(self.tickets[name])
 
     def come_back(self, name: str, ticket: Any) -> None:
@@ -250,18 +249,19 @@ class Elsewhere(Home):
             kind = name if name in LEDGER else STATES
             if name == GRADIENT and GRADIENT in self.changed:
                 self.factors.clear()
-            self._close(name, kind in self.changed)
-            self._hide(name)
+            self._close(name, kind in self.changed, hide=True)
         self.changed.clear()
 
     def _open(self, name: str) -> None:
         self.opened[name] = self.tier.open(self.tickets[name])
         self._show(name)
 
-    def _close(self, name: str, changed: bool) -> None:
+    def _close(self, name: str, changed: bool, hide: bool = False) -> None:
         opened = self.opened.pop(name, None)
+        self.shown.pop(name, None)
+        if hide:  # first, so that nothing sees the memory any more when the tier gets it back
+            self._hide(name)
         if opened is not None:
-            self.shown.pop(name, None)
             opened.close(changed)
 
     def _show(self, name: str) -> None:

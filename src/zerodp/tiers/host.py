@@ -97,6 +97,7 @@ class HostTier:
 
     def ledgers(self) -> list[Ledger]:
         self.settle()
+        self.arena.settle()
         return [Ledger("host", self.arena.now, self.arena.peak, self.fetched_bytes, self.written_bytes)]
 
     def reset_peaks(self) -> None:
