@@ -87,7 +87,8 @@ def test_offload_is_measured_beside_its_limits(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = written(tmp_path)
     assert found["host"]["seconds"].keys() == {"bare fused AdamW", "host fp32", "host bf16"}
-    assert found["disk"]["cycle_bytes"] == pytest.approx(28 * found["elements"], rel=0.06)
+    # Masters and moments come and go; a gradient that was still in memory, as its write had not ended, is not read.
+    assert 24 <= found["disk"]["cycle_bytes"] / found["elements"] <= 28 * 1.06
     assert 0 < found["disk"]["step_bytes"] <= found["disk"]["cycle_bytes"]
     runs = found["memory"]
     assert runs["offload"]["losses"] == runs["offload, limited"]["losses"] == runs["device"]["losses"]
