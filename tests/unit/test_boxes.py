@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerodp.checkpoint import archive, memory, sums
+from zerodp.checkpoint import archive, sums
 from zerodp.checkpoint.boxes import boxes, contiguous_strides, overlap, view
 from zerodp.checkpoint.tensors import SegmentTensor
+from zerodp.host_memory import raw
 
 
 @st.composite
@@ -104,12 +105,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.
 @pytest.mark.parametrize("shape", [(3, 5), (), (0, 4)], ids=str)
 def test_archives_are_torch_files(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 5).to(dtype)
-    data = bytes(memory.raw(tensor))
+    data = bytes(raw(tensor))
     head, tail = archive.wrap(shape, dtype, len(data), zlib.crc32(data), 13)
     assert (13 + len(head)) % archive.ALIGN_BYTES == 0
     found = torch.load(io.BytesIO(head + data + tail), weights_only=True)
     assert (found.dtype, found.shape) == (dtype, tensor.shape)
-    assert bytes(memory.raw(found)) == data
+    assert bytes(raw(found)) == data
     assert zipfile.ZipFile(io.BytesIO(head + data + tail)).testzip() is None
 
 

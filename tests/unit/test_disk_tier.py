@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,35 @@ def test_a_tier_that_is_dropped_ends_its_threads_and_its_file(tmp_path: Path) ->
     assert not any(thread.is_alive() for thread in threads)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(handle)
+
+
+@pytest.mark.parametrize("way", ["write", "read"])
+def test_requests_under_way_keep_their_memory(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tier that is dropped meanwhile, as with a model at the end of a script: given back, somebody else's would be read or filled."""
+    tier, running, go, whole = small(tmp_path), threading.Event(), threading.Event(), getattr(files.File, way)
+    ticket = tier.put(torch.ones(1000), KIND)
+    at_rest(tier)
+
+    def late(*arguments: Any) -> Any:
+        running.set()
+        go.wait(20)
+        return whole(*arguments)
+
+    monkeypatch.setattr(files.File, way, late)
+    if way == "write":
+        tier.write_back(ticket, torch.zeros(1000))
+    else:
+        tier.open(ticket)
+    running.wait(20)
+    memory = weakref.ref(ticket.slot.buffer)
+    threads = [*tier.readers._threads, *tier.writers._threads]
+    del tier, ticket
+    gc.collect()
+    assert memory() is not None
+    go.set()
+    for thread in threads:
+        thread.join(20)
+    assert memory() is None
 
 
 def test_the_collector_waits_for_no_thread(tmp_path: Path) -> None:

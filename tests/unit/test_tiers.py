@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import zerodp
-from tests.late import LateTier
+from tests.late import LateTier, Queue
 from tests.limits import largest_file
 from zerodp.core.arena import Arena
 from zerodp.residual.replicated import fingerprint
@@ -94,6 +95,15 @@ def test_copies_under_way_keep_little(monkeypatch: pytest.MonkeyPatch) -> None:
         device.give(slot)
     assert device.peak["buckets"] <= 10_000 + 2800
     assert tier.reclaim()
+
+
+def test_a_tier_that_is_dropped_ends_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Stream", lambda device: Queue())
+    tier, done = HostTier(torch.device("meta")), list[int]()
+    tier.stream.waiting.append(lambda: done.append(1))
+    del tier
+    gc.collect()
+    assert done == [1]
 
 
 def test_opening_waits_for_the_copies_of_its_own_ticket() -> None:

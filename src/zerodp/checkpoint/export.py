@@ -25,6 +25,7 @@ from ..core.buffers import original_buffers
 from ..core.control import Kind
 from ..core.runtime import Runtime
 from ..errors import CheckpointError, ConfigError, ZeroError
+from ..host_memory import raw
 from . import background, folders, inventory, memory
 from .contents import MODEL
 from .foreign import DTYPES
@@ -205,7 +206,7 @@ class Folder:
     def put(self, key: str, value: Tensor) -> None:
         descriptor, offset, dtype = self.places[key]
         os.lseek(descriptor, offset, os.SEEK_SET)
-        memory.write(descriptor, memory.raw(value.detach().to("cpu", dtype).contiguous()))
+        memory.write(descriptor, raw(value.detach().to("cpu", dtype).contiguous()))
 
     def finish(self) -> None:
         """Everything is in: bring it to the disk and make it visible."""

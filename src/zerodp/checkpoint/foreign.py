@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ..errors import CheckpointError
+from ..host_memory import raw
 from . import contents, memory
 from .contents import ENGINE, GROUPS, MODEL, STATE
 from .source import Expected, Piece, Source, Stored, renamed
@@ -39,7 +40,7 @@ class _Reader:
             self.source.opened.callback(os.close, self.descriptors[path])
         self.source.bytes_read += num_bytes
         found = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        memory.read(self.descriptors[path], offset, memory.raw(found), str(path))
+        memory.read(self.descriptors[path], offset, raw(found), str(path))
         return found
 
 
@@ -84,7 +85,7 @@ class _Items:
                 f"{self.folder}: {index.fqn} is stored compressed or encrypted; load and save it by DCP first"
             )
         data = self.reader.read(self.folder / place.relative_path, place.offset, place.length)
-        return contents.unpacked(bytes(memory.raw(data)))
+        return contents.unpacked(bytes(raw(data)))
 
     def elements(self, index: MetadataIndex) -> Callable[[int, int, Tensor | None], Tensor]:
         def read(low: int, high: int, out: Tensor | None) -> Tensor:
@@ -171,10 +172,10 @@ def open_safetensors(path: Path, expected: Expected) -> Source:
 
 def _safetensors(path: Path, reader: _Reader) -> Iterator[tuple[str, Stored]]:
     """Eight bytes of length, a JSON header of that length, then the values."""
-    length = int.from_bytes(bytes(memory.raw(reader.read(path, 0, 8))), "little")
+    length = int.from_bytes(bytes(raw(reader.read(path, 0, 8))), "little")
     if length > path.stat().st_size:
         raise CheckpointError(f"{path} is no safetensors file, or was cut short")
-    header = json.loads(bytes(memory.raw(reader.read(path, 8, length))))
+    header = json.loads(bytes(raw(reader.read(path, 8, length))))
     for name, told in header.items():
         if name != "__metadata__":
             dtype, shape = DTYPES[told["dtype"]], tuple(told["shape"])

@@ -1,23 +1,10 @@
-"""A tensor's memory as bytes that files can be read into and written from, without a copy and without numpy."""
+"""Files read into memory and written from it, without a copy."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-from typing import Any
-
-from torch import Tensor
 
 from ..errors import CheckpointError
-
-
-def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, which they keep alive."""
-    if tensor.nbytes == 0:
-        return memoryview(bytearray())
-    array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    array.tensor = tensor
-    return memoryview(array).cast("B")
 
 
 def read(descriptor: int, offset: int, out: memoryview, name: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..host_memory import raw
 from . import contents, folders, manifest, memory
 from .manifest import Manifest, StoredBox, StoredObject, StoredTensor
 from .source import Piece, Source, Stored
@@ -58,7 +59,7 @@ class _Files:
         values = (
             out if out is not None and whole_blocks else torch.empty((end - begin) // size, dtype=dtype, device="cpu")
         )
-        view = memory.raw(values)
+        view = raw(values)
         self._read(box.file, box.offset + begin, view)
         for number in range(first, last):
             at = (number - first) * BLOCK_BYTES

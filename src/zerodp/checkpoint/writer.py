@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..errors import CheckpointError
+from ..host_memory import raw
 from . import archive, folders, manifest, memory, sums
 from .contents import Contents
 from .manifest import Manifest, StoredBox, StoredFile, StoredObject, StoredTensor
@@ -101,7 +102,7 @@ class _File:
     def append_tensor(self, values: torch.Tensor) -> tuple[int, int, str, int, int]:
         """(offset and size of its bytes, checksums of their blocks, offset and length of the item)."""
         begin, values = self.at, values.detach().cpu().contiguous()
-        data = memory.raw(values)
+        data = raw(values)
         blocks = sums.block_sums(data)
         crc = sums.of_blocks(blocks, len(data))
         head, tail = archive.wrap(values.shape, values.dtype, len(data), crc, begin)

@@ -8,7 +8,6 @@ on its way. Values that could not be written stay in memory.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import tempfile
 import weakref
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from ..core.arena import Slot
 from ..errors import StorageError
+from ..host_memory import raw
 from . import Ledger, Transfer
 from .file import ALIGN, File, aligned
 from .host import HostTier
@@ -222,7 +222,10 @@ class DiskTier:
             self._ask(page, self.writers, writes, repeat(self.host.mark()))
 
     def _ask(self, page: Page, threads: ThreadPoolExecutor, do: Callable[..., Any], arguments: Iterable[Any]) -> None:
-        memory = memoryview((ctypes.c_char * page.size).from_address(page.slot.tensor.data_ptr())).cast("B")  # type: ignore[union-attr]
+        assert page.slot is not None
+        # Which keeps it: a model may be dropped, and this tier with it, while its last writes are under way. The buffer itself, since
+        # another view of it would count as a use of the slot.
+        memory = raw(page.slot.buffer)[: page.size]
         page.work = [
             threads.submit(do, memory[start : start + self.request_bytes], page.offset + start, argument)
             for start, argument in zip(range(0, page.size, self.request_bytes), arguments, strict=False)

@@ -6,6 +6,7 @@ optimizer, the disk tier's threads, the allocator) gets them only when the copie
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import Any
 
@@ -53,6 +54,9 @@ class HostTier:
         self.touched: dict[Slot, Any] = {}  # an event after the last copy from or to a slot
         self.fetched_bytes = self.written_bytes = 0
         KEEPERS.add(self)
+        if self.stream is not None:
+            # Dropped with its model while copies are under way: their memory must not become somebody else's before they end.
+            weakref.finalize(self, self.stream.synchronize).atexit = False
 
     def put(self, tensor: Tensor, kind: str, label: str = "") -> Slot:
         slot = self.reserve(tensor.numel(), tensor.dtype, kind, label)
