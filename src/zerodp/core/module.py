@@ -178,7 +178,10 @@ class Hooks:
         return None
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.runtime.leave(module):
+        ended = self.runtime.leave(module)
+        if self.runtime.taken:
+            self._bring_back(output)
+        if not ended:
             return None
         if self.autocast_cache is not None:
             torch.set_autocast_cache_enabled(self.autocast_cache)
@@ -190,6 +193,20 @@ class Hooks:
         if self.precision is not None and self.precision.output_dtype is not None:
             return cast(output, self.precision.output_dtype)
         return None
+
+    def _bring_back(self, output: Any) -> None:
+        """The units whose parameters somebody keeps come when the backward of this output begins."""
+        runtime, units = self.runtime, self.runtime.taken
+        runtime.taken = []
+
+        def bring(_: Tensor) -> None:
+            runtime.begin_backward()
+            for unit in units:
+                runtime.demand(unit)
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(bring)
 
     def _backward_of(self, era: int) -> Any:
         """What the outputs of a forward pass call first. Their gradients need the values that forward computed with."""

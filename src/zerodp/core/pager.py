@@ -39,7 +39,7 @@ class Pager:
                 self._extra(unit, current)
         if position is not None:
             for index, place in list(current.ahead.items()):
-                if place < position:  # this rank went past it
+                if place < position and not self._awaits(index, current):  # this rank went past it
                     del current.ahead[index]
                     self.let_go(self.units[index])
         if current.phase == "backward":
@@ -109,8 +109,9 @@ class Pager:
     def launch_through(self, current: Pass, last: int) -> None:
         """Launch the list up to and including `last`.
 
-        Gathers before a gather were for other ranks, and are let go here. Before a reduction the last ones are those that the
-        list put ahead of their use.
+        Gathers before a gather were for other ranks, and are let go here, but for units whose backward is still to come: a checkpoint that
+        computes them again may go through them in another order than the list. Before a reduction the last ones are those that the list
+        put ahead of their use.
         """
         ops = current.order.ops
         while current.pointer <= last:
@@ -119,14 +120,18 @@ class Pager:
             if not self._launch(ops[position]) or position == last:
                 continue
             index = ops[position][1]
-            if ops[last][0] == GATHER:
+            if ops[last][0] == GATHER and not self._awaits(index, current):
                 self.let_go(self.units[index])
-            else:
-                current.ahead[index] = position
-        while len(current.ahead) > self.prefetch:
-            oldest = min(current.ahead, key=lambda index: current.ahead[index])
-            del current.ahead[oldest]
-            self.let_go(self.units[oldest])
+                continue
+            current.ahead[index] = position
+            unsure = [index for index in current.ahead if not self._awaits(index, current)]
+            for index in unsure[: max(len(current.ahead) - self.prefetch, 0)]:  # in the order of their launches
+                del current.ahead[index]
+                self.let_go(self.units[index])
+
+    def _awaits(self, index: int, current: Pass) -> bool:
+        """Whether what is computed again now may be about to use the unit: its forward did, and none of its gradients has come yet."""
+        return self.runtime.recomputes and index in current.awaited and self.units[index].arrivals == 0
 
     def _launch(self, op: Op) -> bool:
         """Launch one operation of the list. True if a page came that was not here, or is kept and may be dropped before its use."""

@@ -1,7 +1,7 @@
 """The state of one sharded model between calls: which pass is under way, which units are here, what was launched.
 
-Module hooks call `enter` and `leave`, parameters call `fault`, autograd calls `pack`, `unpack` and `arrived`, and the optimizer
-calls `settle`. Everything they cause is launched in the order of the pass's list (see `schedule`).
+Module hooks call `enter` and `leave`, parameters call `fault`, autograd calls `arrived` and what stands in for saved tensors (see
+`saved`), and the optimizer calls `settle`. Everything they cause is launched in the order of the pass's list (see `schedule`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..config import Config
@@ -22,15 +21,13 @@ from ..edits import Edits
 from ..errors import ShardedError
 from ..offload.home import MASTER, walk
 from .arena import Arena
-from .bits import storage_address
 from .comm import Comm
 from .control import Control, Kind
 from .lending import Lending
-from .local import get_inner
 from .pager import Pager
 from .parameter import Where, writes
 from .reducer import Reducer
-from .saved import Note, pop_hooks, push_hooks
+from .saved import SavedTensors, pop_hooks, references
 from .schedule import MAX_REVISIONS, REDUCE, Op, Order, Pass, backward_order, forward_order
 from .unit import Flat, Unit
 
@@ -47,12 +44,15 @@ class Event(NamedTuple):
     phase: str
 
 
+Held = tuple[Unit, int]  # and how many references there were to its parameters
+
+
 @dataclass(eq=False)
 class Frame:
     """One hooked module under way: the unit it holds, and pages it used without their own modules' hooks."""
 
-    held: list[Unit] = field(default_factory=list)
-    faulted: list[Unit] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    faulted: list[Held] = field(default_factory=list)
     packs: bool = False  # whether hooks for saved tensors are undone with it
 
 
@@ -70,7 +70,8 @@ class Runtime:
             unit.surrounds = any(inner is not module and inner in self.unit_of for inner in module.modules())
         self.pager = Pager(units, config.unsharded_bytes, config.prefetch, self)
         self.paged = any(unit.pages for unit in units)
-        self.pages: dict[int, Flat] = {}  # the pages that are here, by the addresses of their storages
+        self.saved = SavedTensors(self)
+        self.taken: list[Unit] = []  # somebody has kept parameters of theirs since they were held
         self.passes: list[Pass] = []
         self.frames: list[Frame] = []
         self.orders: dict[tuple[Any, ...], Order] = {}
@@ -99,6 +100,11 @@ class Runtime:
     def phase(self) -> str:
         return self.passes[-1].phase if self.passes else "idle"
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a module runs inside backward: a checkpoint computes it again."""
+        return bool(self.frames) and self.phase == "backward"
+
     def event(self, kind: str, unit: Unit | None) -> None:
         self.trace.append((kind, unit.name if unit is not None else "", self.phase))
 
@@ -124,7 +130,7 @@ class Runtime:
             self._begin_forward(module)
         frame = Frame()
         if self.paged and torch.is_grad_enabled():
-            frame.packs = push_hooks(self)
+            frame.packs = self.saved.push()
         self.frames.append(frame)
         unit = self.unit_of.get(module)
         if unit is not None:
@@ -140,8 +146,8 @@ class Runtime:
         frame = self.frames.pop()
         if frame.packs:
             pop_hooks()
-        for unit in frame.held + frame.faulted:
-            self._unhold(unit)
+        for held in frame.held + frame.faulted:
+            self._unhold(*held)
         if self.frames or self.phase != "forward":
             return False
         self._end_forward()
@@ -273,7 +279,7 @@ class Runtime:
                 faulted = self.frames[-1].faulted
                 self._hold(unit, faulted)
                 if len(faulted) > 2:  # whatever still looks at the oldest keeps its slot alive; a new use faults again
-                    self._unhold(faulted.pop(0))
+                    self._unhold(*faulted.pop(0))
         elif unit.pages or use == "data" or writes(use):
             what = "is sharded" if unit.pages else "keeps its values in shards"
             raise ShardedError(
@@ -304,35 +310,16 @@ class Runtime:
             self.pager.page_in(unit, self.passes[-1])
         unit.show()
 
-    def _hold(self, unit: Unit, holder: list[Unit]) -> None:
+    def _hold(self, unit: Unit, holder: list[Held]) -> None:
         unit.holders += 1
-        holder.append(unit)
+        holder.append((unit, references(unit)))
 
-    def _unhold(self, unit: Unit) -> None:
+    def _unhold(self, unit: Unit, before: int) -> None:
         unit.holders -= 1
+        if unit.pages and references(unit) > before:
+            self.taken.append(unit)
         if unit.holders == 0 and self.phase == "forward" and unit.pages:
             self.pager.release(unit)
-
-    # ---- autograd
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
-        view = get_inner(tensor) if isinstance(tensor, DTensor) else tensor  # a call of `local_of` would cost more
-        try:
-            flat = self.pages.get(storage_address(view))
-        except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
-            return tensor
-        return tensor if flat is None else Note(flat, view, tensor)
-
-    def unpack(self, saved: Any) -> Tensor:
-        if type(saved) is not Note:
-            return saved  # type: ignore[no-any-return]
-        unit = saved.flat.unit
-        if not unit.visible:
-            if torch._C._current_graph_task_id() != -1:
-                self.begin_backward()
-            self.demand(unit)
-        return saved.read(saved.flat.slot.tensor)  # type: ignore[union-attr]
 
     # ---- steps and collectives outside passes
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .bits import storage_address
+from .local import get_inner
+
 if TYPE_CHECKING:
-    from .unit import Flat
+    from .runtime import Runtime
+    from .unit import Flat, Unit
 
 Hook = Callable[[Any], Any]
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -32,32 +37,76 @@ class Note:
         return view if self.spec is None else DTensor(view, self.spec, requires_grad=False)
 
 
+class SavedTensors:
+    """Of one model: which pages are here, so that their views are known."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.pages: dict[int, Flat] = {}  # that are here, by the addresses of their storages
+        self.gone: dict[int, Flat] = {}  # that were there; only what lies in limbo is still seen
+
+    def went(self, flat: Flat) -> None:
+        address = flat.slot.address  # type: ignore[union-attr]
+        self.gone[address] = self.pages.pop(address)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
+        view = get_inner(tensor) if isinstance(tensor, DTensor) else tensor  # a call of `local_of` would cost more
+        try:
+            address = storage_address(view)
+        except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
+            return tensor
+        flat = self.pages.get(address)
+        if flat is None and self.runtime.arena.limbo and self.runtime.recomputes:
+            # selective checkpointing gives what it kept: views of the page that forward had
+            flat = self.gone.get(address) if any(slot.address == address for slot in self.runtime.arena.limbo) else None
+        return tensor if flat is None else Note(flat, view, tensor)
+
+    def unpack(self, saved: Any) -> Tensor:
+        if type(saved) is not Note:
+            return saved  # type: ignore[no-any-return]
+        unit = saved.flat.unit
+        if not unit.visible:
+            if torch._C._current_graph_task_id() != -1:
+                self.runtime.begin_backward()
+            self.runtime.demand(unit)
+        return saved.read(saved.flat.slot.tensor)  # type: ignore[union-attr]
+
+    def push(self) -> bool:
+        """Note what autograd saves from here on. True if that is to be undone by `pop_hooks`.
+
+        In forward, and when a checkpoint computes again: whoever kept a parameter itself would find it without values in backward.
+        """
+        theirs = _top_hooks(False)
+        if theirs is None:
+            _push_hooks(self.pack, self.unpack)
+            return True
+        owner = getattr(theirs[0], "__self__", None)
+        if owner is self or getattr(owner, "ours", None) is self:
+            return False
+        chain = Chain(self, *theirs)
+        _push_hooks(chain.pack, chain.unpack)
+        return True
+
+
 class Chain:
     """Notes for views of pages, and somebody else's hooks, a checkpoint's or the user's, for the rest."""
 
-    def __init__(self, engine: Any, pack: Hook, unpack: Hook) -> None:
-        self.engine, self.theirs = engine, (pack, unpack)
+    def __init__(self, ours: SavedTensors, pack: Hook, unpack: Hook) -> None:
+        self.ours, self.theirs = ours, (pack, unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        saved = self.engine.pack(tensor)
+        saved = self.ours.pack(tensor)
         return saved if type(saved) is Note else self.theirs[0](tensor)
 
     def unpack(self, saved: Any) -> Tensor:
-        return self.engine.unpack(saved) if type(saved) is Note else self.theirs[1](saved)  # type: ignore[no-any-return]
+        return self.ours.unpack(saved) if type(saved) is Note else self.theirs[1](saved)
 
 
-def push_hooks(engine: Any) -> bool:
-    """Have the engine's `pack` and `unpack` called for what autograd saves from here on. True if that is to be undone by `pop_hooks`.
+def references(unit: Unit) -> int:
+    """To the unit's parameters, by anybody.
 
-    In forward, and when a checkpoint computes again: whoever kept a parameter itself would find it without values in backward.
+    More after its forward than before tells that somebody keeps a parameter itself, as hooks do that a module pushes inside a unit and that return
+    the tensor they get: in backward it must have its values, and nobody will ask for them.
     """
-    theirs = _top_hooks(False)
-    if theirs is None:
-        _push_hooks(engine.pack, engine.unpack)
-        return True
-    owner = getattr(theirs[0], "__self__", None)
-    if owner is engine or getattr(owner, "engine", None) is engine:
-        return False
-    chain = Chain(engine, *theirs)
-    _push_hooks(chain.pack, chain.unpack)
-    return True
+    return sum(sum(map(getrefcount, flat.parameters)) for flat in unit.flats)

@@ -356,7 +356,7 @@ class Unit:
         for flat in self.flats:
             if flat.pages:
                 flat.launch(runtime.arena, runtime.comm)
-                runtime.pages[flat.slot.address] = flat  # type: ignore[union-attr]
+                runtime.saved.pages[flat.slot.address] = flat  # type: ignore[union-attr]
         self.present = True
 
     def show(self) -> None:
@@ -392,7 +392,7 @@ class Unit:
         runtime.edits.hide(self)
         for flat in self.flats:
             if flat.slot is not None:
-                del runtime.pages[flat.slot.address]
+                runtime.saved.went(flat)
                 flat.free(runtime.arena)
             else:
                 flat.conceal()

@@ -99,6 +99,8 @@ class _Reducer:
 class Rehearsal:
     """The runtime of units that hold nothing."""
 
+    recomputes = False  # what a checkpoint computes again is timed as a part of backward
+
     def __init__(self, parts: Sequence[Part], prefetch: int, budget_bytes: int) -> None:
         self.units = [_Unit(part, index, self) for index, part in enumerate(parts)]
         self.root = next((unit for unit in self.units if unit.name == ROOT), None)
