@@ -63,7 +63,7 @@ SAYS = {
 class Control:
     """Messages of one model. Columns: kind, argument, fingerprint, launches, then the flags below, then two masks."""
 
-    MISSED, ARRIVED, WAITING, OVERFLOW = 4, 5, 6, 7
+    FINGERPRINT, LAUNCHES, MISSED, ARRIVED, WAITING, OVERFLOW = range(2, 8)
     UNITS, GRADIENTS = "units", "gradients"
 
     def __init__(self, runtime: Runtime, comm: Comm, compares: bool) -> None:
@@ -100,6 +100,11 @@ class Control:
         rows = handle.wait()
         self._compare(rows)
         return rows  # type: ignore[no-any-return]
+
+    def meet(self, unit: int) -> int:
+        """All ranks need this unit now, though their list does not have it. The result is how much the furthest of them has launched."""
+        rows = self.require(Kind.EXTRA, unit)
+        return int(rows[:, self.LAUNCHES].max())
 
     def look(self) -> None:
         """Check what the ranks said at the ends of passes, and agree on a new order where one was missed."""
@@ -158,7 +163,8 @@ class Control:
         return found
 
     def _compare(self, rows: Tensor) -> None:
-        if not self.compares or bool((rows[:, :4] == rows[0, :4]).all()):
+        alike = self.FINGERPRINT if bool((rows[:, 0] == Kind.EXTRA).all()) else self.MISSED  # so many columns must be
+        if not self.compares or bool((rows[:, :alike] == rows[0, :alike]).all()):
             return
         said = [self._says(row) for row in rows]
         if len(set(said)) == 1 and not bool((rows[:, 1] == rows[0, 1]).all()):

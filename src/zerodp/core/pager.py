@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .cache import Cache
-from .control import Kind
 from .schedule import GATHER, REDUCE, Fingerprint, Op, Pass
 from .unit import Unit
 
@@ -110,7 +109,7 @@ class Pager:
         """Launch the list up to and including `last`.
 
         Gathers before a gather were for other ranks, and are let go here, but for units whose backward is still to come: a checkpoint that
-        computes them again may go through them in another order than the list. Before a reduction the last ones are those that the list
+        computes them again may go through them in another order. Before a reduction the last ones are those that the list
         put ahead of their use.
         """
         ops = current.order.ops
@@ -130,8 +129,10 @@ class Pager:
                 self.let_go(self.units[index])
 
     def _awaits(self, index: int, current: Pass) -> bool:
-        """Whether what is computed again now may be about to use the unit: its forward did, and none of its gradients has come yet."""
-        return self.runtime.recomputes and index in current.awaited and self.units[index].arrivals == 0
+        """Whether this rank may be about to use the unit though the list has it elsewhere: where a checkpoint computes again, or several
+        forwards came before, their uses may go another way. Its forward used it, and none of its gradients has come yet."""
+        unsure = self.runtime.recomputes or current.several
+        return unsure and index in current.awaited and self.units[index].arrivals == 0
 
     def _launch(self, op: Op) -> bool:
         """Launch one operation of the list. True if a page came that was not here, or is kept and may be dropped before its use."""
@@ -168,11 +169,23 @@ class Pager:
                 self.runtime.arena.give(slot)
 
     def _extra(self, unit: Unit, current: Pass) -> None:
-        """A demand that the list does not have: all ranks must want it now. The next list will have it."""
+        """A demand that the list does not have: all ranks must want it now. The next list will have it.
+
+        A rank that used all experts of a block may be further in the list than one that did not. So whatever has some of its gradients is
+        over (see `begin`), or the others would wait for its reduction where this rank waits for them; and who is behind catches up.
+        """
         current.missed = True
-        self.runtime.control.require(Kind.EXTRA, unit.index)
-        self.fingerprint.add(GATHER, unit.index)
-        unit.launch()
+        for other in self.units:
+            if 0 < other.arrivals < other.expected and not other.surrounds and other.index not in current.complete:
+                self.complete(other, current)
+        most = self.runtime.control.meet(unit.index)
+        while self.fingerprint.launches < most and current.pointer < len(current.order.ops):
+            position, current.pointer = current.pointer, current.pointer + 1
+            if self._launch(current.order.ops[position]):
+                current.ahead[current.order.ops[position][1]] = position
+        if not unit.present:
+            self.fingerprint.add(GATHER, unit.index)
+            unit.launch()
 
     def let_go(self, unit: Unit) -> None:
         if unit.present and unit.pages and unit.holders == 0 and not unit.kept:
@@ -192,7 +205,7 @@ class Pager:
             current.complete.add(unit.index)
             if current.find(REDUCE, unit.index) is None:
                 current.missed = True
-            elif (last := current.reducible()) is not None:
+            elif (last := current.reducible(self.prefetch)) is not None:
                 self.launch_through(current, last)
         if not unit.adapts:
             if unit.index in current.begun:

@@ -188,7 +188,8 @@ class Runtime:
         synchronizes = self.synchronizes
         trains = tuple(unit.index for unit in self.units if unit.look())
         entered = tuple(dict.fromkeys(key for key, _ in self.forwards))
-        key = ("backward", entered, len(self.forwards) > 1, synchronizes, trains)
+        several = len(self.forwards) > 1
+        key = ("backward", entered, several, synchronizes, trains)
         order = self.orders.get(key)
         if order is None:
             order = self.orders[key] = Order(
@@ -196,7 +197,9 @@ class Runtime:
             )
         uses = Counter(index for _, used in self.forwards for index in used)
         awaited = (uses.keys() & set(trains)) - order.silent
-        current = Pass("backward", key, order, synchronizes=synchronizes, awaited=awaited, forward=uses)
+        current = Pass(
+            "backward", key, order, synchronizes=synchronizes, awaited=awaited, forward=uses, several=several
+        )
         for unit in self.units:
             unit.arrivals = 0
         self.unscaled_backwards += not self.scaled_backward

@@ -61,6 +61,7 @@ class Pass:
     ahead: dict[int, int] = field(default_factory=dict)  # launched, not yet demanded: unit -> position
     begun: list[int] = field(default_factory=list)  # units in backward, as far as this rank can tell
     forward: Counter[int] = field(default_factory=Counter)  # of a backward: how often forward used each unit
+    several: bool = False  # of a backward: more than one forward came before it
     arrived: bool = False
     synchronizes: bool = True
     awaited: set[int] = field(default_factory=set)  # units that will get gradients on this rank, by all it knows
@@ -72,18 +73,25 @@ class Pass:
         """An exception has ended this backward, so that autograd will not say that it ends."""
         return self.alive is not None and self.alive() is None
 
-    def reducible(self) -> int | None:
+    def reducible(self, prefetch: int) -> int | None:
         """The last place in the list up to which every awaited unit is complete; None if the next one is not.
 
-        A reduction never overtakes gradients that are still to come: theirs would be added up in another order.
+        A reduction never overtakes gradients that are still to come: theirs would be added up in another order. Nor does it bring more pages
+        than are gathered ahead: a list that has them before it is wrong.
         """
         last = None
+        ahead = len(self.ahead)
         for position in range(self.pointer, len(self.order.ops)):
             kind, index = self.order.ops[position]
             if kind == REDUCE:
                 if index in self.complete:
                     last = position
                 elif index in self.awaited:
+                    break
+            elif self.forward[index]:
+                ahead += 1
+                if ahead > prefetch:
+                    self.missed |= any(op[0] == REDUCE and op[1] in self.complete for op in self.order.ops[position:])
                     break
         return last
 

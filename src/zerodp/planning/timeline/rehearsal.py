@@ -111,7 +111,7 @@ class Rehearsal:
         self.orders: dict[str, Order] = {}
         self.moments: list[Moment] = []
         self.comm = SimpleNamespace(broken=None)
-        self.control = SimpleNamespace(require=lambda *_: None)
+        self.control = SimpleNamespace(meet=lambda _: 0)
         self.reducer = _Reducer(self)
         self.arena = SimpleNamespace(drop_idle=lambda: None)
 
