@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,20 +132,26 @@ def test_sequence_in_segments(stage: int) -> None:
     parity(Task(Sequenced, rows(3)), stage=stage, units=[Block])
 
 
-def keep_matmuls(context: Any, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    matmuls: Sequence[Any] = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if operation in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def selectively(net: Net, index: int, x: Tensor) -> Tensor:
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(keep_matmuls)
-
-    return checkpoint(net.blocks[index], x, use_reentrant=False, context_fn=contexts)
+KEPT: dict[str, Callable[[str], bool]] = {  # by the operation that forward keeps the result of
+    "matmuls": lambda operation: "mm." in operation,
+    "everything": lambda operation: True,
+    "views": lambda operation: "aten.t." in operation,
+    "all but one": lambda operation: "tanh" not in operation,
+}
 
 
 @on_ranks(2)
-def test_selective_checkpointing(stage: int) -> None:
+@pytest.mark.parametrize("keeps", KEPT)
+def test_selective_checkpointing(keeps: str, stage: int) -> None:
+    """Also where it keeps views of the page that forward had, and that is gone when it computes the rest again."""
+
+    def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if KEPT[keeps](str(operation)) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def selectively(net: Net, index: int, x: Tensor) -> Any:
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep)
+        return checkpoint(net.blocks[index], x, use_reentrant=False, context_fn=contexts)
+
     parity(Task(lambda: Net(apply_block=selectively), rows(3)), stage=stage, units=[Block])
 
 
@@ -201,6 +208,37 @@ def test_hooks_of_the_users_own_stay_in_charge(outside: bool, stage: int) -> Non
         return nn.Sequential(nn.Linear(3, 8), *((Block if outside else Hooked)(8) for _ in range(3)))
 
     parity(Task(build, rows(3), loss), stage=stage, units=[Block])
+
+
+class Counted(nn.Module):
+    """Hooks of its own, which keep what autograd saves as it is: the norm's parameters among it."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, width)
+        self.saved = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.saved += tensor.numel()
+        return tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
+            return x + torch.tanh(self.layer(self.norm(x)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("frozen", ["", "norm", "layer"])
+def test_hooks_inside_a_unit_that_keep_parameters(frozen: str, stage: int) -> None:
+    """Whoever keeps a parameter itself finds its values in backward."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 8), *(Counted() for _ in range(3)))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen or frozen not in name)
+        return model
+
+    parity(Task(build, rows(3)), stage=stage, units=[Counted])
 
 
 @on_ranks(2)

@@ -188,8 +188,7 @@ class Runtime:
         synchronizes = self.synchronizes
         trains = tuple(unit.index for unit in self.units if unit.look())
         entered = tuple(dict.fromkeys(key for key, _ in self.forwards))
-        several = len(self.forwards) > 1
-        key = ("backward", entered, several, synchronizes, trains)
+        key = ("backward", entered, several := len(self.forwards) > 1, synchronizes, trains)
         order = self.orders.get(key)
         if order is None:
             order = self.orders[key] = Order(

@@ -79,8 +79,7 @@ class Pass:
         A reduction never overtakes gradients that are still to come: theirs would be added up in another order. Nor does it bring more pages
         than are gathered ahead: a list that has them before it is wrong.
         """
-        last = None
-        ahead = len(self.ahead)
+        last, ahead = None, len(self.ahead)
         for position in range(self.pointer, len(self.order.ops)):
             kind, index = self.order.ops[position]
             if kind == REDUCE:
