@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -279,6 +280,45 @@ def test_nothing_is_left_when_model_and_optimizer_go(stage: int) -> None:
     optimizer.step()
     del model, optimizer
     assert abs(baseline() - before) < 1024
+
+
+class Counted(torch.autograd.Function):
+    """Saves what it returns, as tanh, relu and softmax do."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        out = torch.tanh(x)
+        context.save_for_backward(out)
+        Counted.alive.add(context)
+        return out
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Tensor:
+        (out,) = context.saved_tensors
+        return grad * (1 - out * out)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("used", [0, 1])
+def test_graph_that_nobody_goes_back_through_is_let_go(used: int, stage: int) -> None:
+    """All of it, as that of a generator in the step of its discriminator, or the part that belongs to an output without a loss."""
+
+    class Heads(Net):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            for block in self.blocks:
+                x = Counted.apply(block(self.emb(x) if block is self.blocks[0] else x))
+            return Counted.apply(self.head(x)), Counted.apply(x)
+
+    model, _ = zerodp.shard(Heads(), stage=stage, units=[Block])
+    for _ in range(3):
+        outputs = model(torch.ones(2, 3))
+        if used:
+            outputs[used].sum().backward()
+        del outputs
+        model.zero_grad()
+    assert len(Counted.alive) == 0
 
 
 @on_ranks(2)

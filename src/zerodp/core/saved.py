@@ -60,7 +60,10 @@ class SavedTensors:
         if flat is None and self.runtime.arena.limbo and self.runtime.recomputes:
             # selective checkpointing gives what it kept: views of the page that forward had
             flat = self.gone.get(address) if any(slot.address == address for slot in self.runtime.arena.limbo) else None
-        return tensor if flat is None else Note(flat, view, tensor)
+        if flat is not None:
+            return Note(flat, view, tensor)
+        # An output that its own node saved as it is would keep the node, which keeps the output, for ever: where nobody goes back through it.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def unpack(self, saved: Any) -> Tensor:
         if type(saved) is not Note:
