@@ -164,7 +164,7 @@ def stuck(states: dict[int, dict[str, Any]], me: int) -> str:
     return (
         f"the ranks wait for different things and would wait for ever: {'; '.join(lines)}. Every rank must call the same modules, "
         "backward passes, steps and collective functions of zerodp in the same order; inside zerodp.full_params() forward "
-        "passes need not match"
+        "passes need not match, and units of stage 2 may be used more often on one rank than on another"
     )
 
 
