@@ -103,8 +103,7 @@ class Control:
 
     def meet(self, unit: int) -> int:
         """All ranks need this unit now, though their list does not have it. The result is how much the furthest of them has launched."""
-        rows = self.require(Kind.EXTRA, unit)
-        return int(rows[:, self.LAUNCHES].max())
+        return int(self.require(Kind.EXTRA, unit)[:, self.LAUNCHES].max())
 
     def look(self) -> None:
         """Check what the ranks said at the ends of passes, and agree on a new order where one was missed."""

@@ -45,8 +45,7 @@ class SavedTensors:
         self.pages: dict[int, Flat] = {}  # that are here, by the addresses of their storages
         self.gone: dict[int, Flat] = {}  # that were there; only what lies in limbo is still seen
 
-    def went(self, flat: Flat) -> None:
-        address = flat.slot.address  # type: ignore[union-attr]
+    def went(self, address: int) -> None:
         self.gone[address] = self.pages.pop(address)
 
     def pack(self, tensor: Tensor) -> Any:
@@ -54,12 +53,12 @@ class SavedTensors:
         view = get_inner(tensor) if isinstance(tensor, DTensor) else tensor  # a call of `local_of` would cost more
         try:
             address = storage_address(view)
-        except (NotImplementedError, RuntimeError):  # no storage: not a page of ours
-            return tensor
+        except (NotImplementedError, RuntimeError):
+            address = 0  # no storage: not a page of ours
         flat = self.pages.get(address)
         if flat is None and self.runtime.arena.limbo and self.runtime.recomputes:
             # selective checkpointing gives what it kept: views of the page that forward had
-            flat = self.gone.get(address) if any(slot.address == address for slot in self.runtime.arena.limbo) else None
+            flat = next((self.gone.get(address) for slot in self.runtime.arena.limbo if slot.address == address), None)
         if flat is not None:
             return Note(flat, view, tensor)
         # An output that its own node saved as it is would keep the node, which keeps the output, for ever: where nobody goes back through it.

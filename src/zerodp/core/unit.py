@@ -392,7 +392,7 @@ class Unit:
         runtime.edits.hide(self)
         for flat in self.flats:
             if flat.slot is not None:
-                runtime.saved.went(flat)
+                runtime.saved.went(flat.slot.address)
                 flat.free(runtime.arena)
             else:
                 flat.conceal()
