@@ -210,6 +210,24 @@ def test_hooks_of_the_users_own_stay_in_charge(outside: bool, stage: int) -> Non
     parity(Task(build, rows(3), loss), stage=stage, units=[Block])
 
 
+class Changed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sigmoid(super().forward(x))
+        out = h.square()
+        h.add_(1)
+        return out
+
+
+@on_ranks(2)
+def test_saved_tensor_that_is_changed_is_an_error(stage: int) -> None:
+    """As without hooks for saved tensors, where torch looks itself."""
+    model = nn.Sequential(nn.Linear(3, 8), *(Changed(8) for _ in range(2)))
+    model, _ = zerodp.shard(model, stage=stage, units=[Changed])
+    out = model(rows(3)(0, 0, 0))
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+        out.sum().backward()
+
+
 class Counted(nn.Module):
     """Hooks of its own, which keep what autograd saves as it is: the norm's parameters among it."""
 

@@ -46,7 +46,7 @@ class Parts(dict[int, Tensor]):
 class Slot:
     """A borrowed buffer: `tensor` is [numel] of the asked dtype, `cut` remembers views of it."""
 
-    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "own", "region", "space", "tensor")
+    __slots__ = ("address", "base", "buffer", "cuts", "kind", "label", "nbytes", "own", "page", "region", "space", "tensor")  # fmt: skip
 
     def __init__(self, region: Region, space: Space) -> None:
         self.region, self.space = region, space
@@ -55,6 +55,7 @@ class Slot:
         self.cuts: dict[Any, Any] = {}
         self.own = self.references()  # to the storage, by the buffer alone
         self.base = 0  # by all that the slot keeps
+        self.page: Any = None  # whose page it is, or was when it was handed back
 
     def lend(self, numel: int, dtype: torch.dtype, kind: str, label: str) -> Slot:
         nbytes = numel * dtype.itemsize
@@ -64,7 +65,7 @@ class Slot:
                 self.tensor = self.buffer[:nbytes].view(dtype)
             # Not read: a thread of the backend's may hold a view for a moment longer, which would count for ever.
             self.base = self.own + 1
-        self.nbytes, self.kind, self.label = nbytes, kind, label
+        self.nbytes, self.kind, self.label, self.page = nbytes, kind, label, None
         return self
 
     def cut(self, key: Any, make: Callable[[Tensor], Any]) -> Any:

@@ -43,10 +43,9 @@ class SavedTensors:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.pages: dict[int, Flat] = {}  # that are here, by the addresses of their storages
-        self.gone: dict[int, Flat] = {}  # that were there; only what lies in limbo is still seen
 
-    def went(self, address: int) -> None:
-        self.gone[address] = self.pages.pop(address)
+    def came(self, flat: Flat) -> None:
+        flat.slot.page = self.pages[flat.slot.address] = flat  # type: ignore[union-attr]
 
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: a view of a page becomes a note, so that the page can go."""
@@ -58,21 +57,27 @@ class SavedTensors:
         flat = self.pages.get(address)
         if flat is None and self.runtime.arena.limbo and self.runtime.recomputes:
             # selective checkpointing gives what it kept: views of the page that forward had
-            flat = next((self.gone.get(address) for slot in self.runtime.arena.limbo if slot.address == address), None)
+            flat = next((slot.page for slot in self.runtime.arena.limbo if slot.address == address), None)
         if flat is not None:
             return Note(flat, view, tensor)
         # An output that its own node saved as it is would keep the node, which keeps the output, for ever: where nobody goes back through it.
-        return tensor if tensor.grad_fn is None else tensor.detach()
+        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
     def unpack(self, saved: Any) -> Tensor:
-        if type(saved) is not Note:
-            return saved  # type: ignore[no-any-return]
+        if type(saved) is tuple:
+            tensor, version = saved
+            if tensor._version != version:  # torch does not look where hooks are
+                raise RuntimeError(
+                    f"a tensor {list(tensor.shape)} of {tensor.dtype} that backward needs has been modified by an in-place operation since forward saved it "
+                    f"(version {tensor._version}, saved was {version}); torch.autograd.set_detect_anomaly(True) shows where it was saved"
+                )
+            return tensor  # type: ignore[no-any-return]
         unit = saved.flat.unit
         if not unit.visible:
             if torch._C._current_graph_task_id() != -1:
                 self.runtime.begin_backward()
             self.runtime.demand(unit)
-        return saved.read(saved.flat.slot.tensor)  # type: ignore[union-attr]
+        return saved.read(saved.flat.slot.tensor)  # type: ignore[no-any-return]
 
     def push(self) -> bool:
         """Note what autograd saves from here on. True if that is to be undone by `pop_hooks`.

@@ -356,7 +356,7 @@ class Unit:
         for flat in self.flats:
             if flat.pages:
                 flat.launch(runtime.arena, runtime.comm)
-                runtime.saved.pages[flat.slot.address] = flat  # type: ignore[union-attr]
+                runtime.saved.came(flat)
         self.present = True
 
     def show(self) -> None:
@@ -392,7 +392,7 @@ class Unit:
         runtime.edits.hide(self)
         for flat in self.flats:
             if flat.slot is not None:
-                runtime.saved.went(flat.slot.address)
+                del runtime.saved.pages[flat.slot.address]
                 flat.free(runtime.arena)
             else:
                 flat.conceal()
