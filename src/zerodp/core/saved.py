@@ -61,7 +61,7 @@ class SavedTensors:
         if flat is not None:
             return Note(flat, view, tensor)
         # An output that its own node saved as it is would keep the node, which keeps the output, for ever: where nobody goes back through it.
-        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+        return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def unpack(self, saved: Any) -> Tensor:
         if type(saved) is tuple:
