@@ -246,7 +246,7 @@ class Comm:
         self._raise_if_broken()
         out = message.new_empty(world.size * message.numel())
         work = _all_gather(self.mesh.control, out, message, _GATHERS)
-        return Handle(self, [work], world, CONTROL, what, out.view(world.size, -1))
+        return Handle(self, [work], world, CONTROL, what, WATCH.lends(out, message).view(world.size, -1))
 
     def exchange_objects(self, value: Any, what: str) -> list[Any]:
         """Every rank's picklable `value`, in rank order. Slow: for set-up, disagreements and errors."""
@@ -336,17 +336,18 @@ class Channel:
         if self.group is None:
             return [_decoded(data)]
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world.size)]
-        self._wait(self.group.allgather([sizes], [torch.tensor([data.numel()], device="cpu")]))
+        self._wait(self.group.allgather([sizes], [torch.tensor([data.numel()], device="cpu")]), *sizes)
         mine = _padded(data, max(int(size) for size in sizes))
         gets = everywhere or self.world.rank == 0
         rows = [mine.new_empty(mine.numel()) for _ in sizes] if gets else []
         if everywhere:
-            self._wait(self.group.allgather([rows], [mine]))
+            self._wait(self.group.allgather([rows], [mine]), mine, *rows)
         else:
-            self._wait(self.group.gather(rows, mine, 0))
+            self._wait(self.group.gather(rows, mine, 0), mine, *rows)
         return [_decoded(row[: int(size)]) for row, size in zip(rows, sizes, strict=gets)]
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, *tensors: Tensor) -> None:
+        WATCH.lends(*tensors)
         try:
             work.wait()
         except RuntimeError as error:

@@ -16,6 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import RankMismatchError
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from .comm import Handle
 
 PATIENCE, INTERVAL, HEARING = 2.0, 0.5, 8.0  # seconds
+_uses = getattr(Tensor, "_use_count", lambda tensor: 1)  # by C++; releases that lack it need no interpreter to let go
+SMALL_BYTES = 2**16  # of tensors that are kept until the end
 
 
 class Watch:
@@ -35,6 +38,8 @@ class Watch:
         self.models: dict[tuple[int, ...], int] = {}
         self.thread: threading.Thread | None = None
         self.ended = threading.Event()
+        self.recent: deque[Tensor] = deque(maxlen=32)  # what threads of the backend's may still hold
+        atexit.register(self._end)
         # of the thread: the wait it saw last, since when, whether the others know of it, and what seemed wrong
         self.seen: tuple[str, int] | None = None
         self.since, self.published, self.suspicion = 0.0, False, ""
@@ -56,17 +61,25 @@ class Watch:
         self.history.append((lane, sequence, what))
         return sequence
 
+    def lends(self, first: Tensor, *others: Tensor) -> Tensor:
+        """To the backend, which copies small messages in threads; see `_end`. The result is the first."""
+        self.recent.extend(tensor for tensor in (first, *others) if tensor.nbytes <= SMALL_BYTES)
+        return first
+
     def start(self) -> None:
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, name="zerodp-watch", daemon=True)
             self.thread.start()
-            atexit.register(self._end)
 
     def _end(self) -> None:
-        """Python ends daemon threads inside whatever they call, and a call of torch's then aborts the process."""
+        """Python ends threads that it does not wait for inside whatever they call, and a call of torch's then aborts the process: of this thread,
+        or of one of the backend's that lets go of a tensor which Python knows, too."""
         self.ended.set()
         if self.thread is not None:
             self.thread.join(PATIENCE)
+        limit = time.monotonic() + PATIENCE
+        while any(_uses(tensor) > 1 for tensor in self.recent) and time.monotonic() < limit:
+            time.sleep(0.001)
 
     def verdict(self, model: str) -> tuple[str, str] | None:
         """(type, text) of the error that any rank has found about this model, if one has."""
