@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable
@@ -27,10 +28,12 @@ def most_bytes(step: Callable[[], Any]) -> int:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             step()
     results: Any = seen.profiler.kineto_results  # type: ignore[union-attr]
-    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    del seen, results
+    gc.collect()  # results that outlive the next profile, with the backend's threads in both, break the heap when they go
     total = most = 0
-    for event in events:
-        total += event.nbytes()
+    for _, nbytes in changes:
+        total += nbytes
         most = max(most, total)
     return most
 
