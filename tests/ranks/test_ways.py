@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import zerodp
+from tests.ranks import test_order
 from tests.ranks.oracle import Task, agree_with, rows
 from tests.ranks.pool import on_ranks
-from tests.ranks.test_order import decaying
+from tests.ranks.test_order import NUM_EXPERTS, decaying
 
-NUM_EXPERTS, WIDTH = 4, 6
+WIDTH = 6
 Batch = tuple[Tensor, int]  # rows, step
 
 
@@ -27,21 +30,10 @@ class Expert(nn.Module):
         return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
 
 
-class Mixture(nn.Module):
+class Mixture(test_order.Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_EXPERTS)
+        super().__init__(WIDTH)
         self.experts = nn.ModuleList(Expert() for _ in range(NUM_EXPERTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        weight, chosen = (4 * self.gate(h)).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            rows_of = chosen == index
-            if rows_of.any():
-                out = out.index_put((rows_of,), expert(h[rows_of]) * weight[rows_of][:, None])
-        return x + out
 
 
 class Trunk(nn.Module):
@@ -54,10 +46,10 @@ class Trunk(nn.Module):
         self.blocks = nn.ModuleList(Mixture() for _ in range(4))
         self.head = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> list[Tensor]:
+    def forward(self, x: Tensor, times: int = 1) -> list[Tensor]:
         x = self.first(x)
         found = [x]
-        for block in self.blocks[:3]:
+        for block in [*self.blocks[:3]] * times:
             x = checkpoint(block, x, use_reentrant=self.checkpoints == "reentrant") if self.checkpoints else block(x)
             found.append(x)
         return [*found, self.head(x)]
@@ -90,7 +82,18 @@ def of_two_forwards(model: nn.Module, batch: Batch) -> Tensor:
     return last(model, batch) + last(model, (batch[0].flip(0) * 1.5, batch[1]))
 
 
-LOSSES = [last, of_the_trunk_at_times, of_the_middle_at_times, after_a_forward_for_nothing, of_two_forwards]
+def of_blocks_used_twice_at_times(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch[0], 2 if batch[1] % 3 == 2 else 1)[-1].square().mean()  # type: ignore[no-any-return]
+
+
+LOSSES = [
+    last,
+    of_blocks_used_twice_at_times,
+    of_the_trunk_at_times,
+    of_the_middle_at_times,
+    after_a_forward_for_nothing,
+    of_two_forwards,
+]
 by_loss = pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__.replace("_", " "))
 
 
@@ -124,3 +127,18 @@ def test_experts_that_are_units(kind: str, loss: Any) -> None:
     """Computed again by a checkpoint they are used in the order of forward, before their backward. (After two forwards the parts that re-entrant ones
     give are reduced apart, see test_checkpointing.)"""
     everywhere(loss, lambda: Trunk("" if kind == "plain" else kind), [Mixture, Expert])
+
+
+@on_ranks(2)
+def test_nothing_is_reduced_in_forward() -> None:
+    """Also where it needs a unit once more, after a backward in which a block got some of its gradients only."""
+    torch.manual_seed(0)
+    model = Trunk()
+    model, optimizer = zerodp.shard(model, decaying(model), stage=3, units=[Mixture])
+    for step in range(9):
+        of_blocks_used_twice_at_times(model, batch(step, 0, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    events = {(event.kind, event.phase) for event in zerodp.stats(model).trace}
+    assert ("reduce", "backward") in events
+    assert ("reduce", "forward") not in events

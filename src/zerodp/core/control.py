@@ -175,7 +175,8 @@ class Control:
         lines = "; ".join(f"rank {rank} {text}" for rank, text in enumerate(said))
         raise self.comm.mismatch(
             f"the ranks did different things: {lines}. Last on this rank: {self.runtime.last_event()}. Every rank must run the same number of "
-            "forward and backward passes and steps in the same order; inside zerodp.full_params() forward passes need not match, and units of stage 2 may be used more often on one rank than on another"
+            "forward and backward passes and steps in the same order; inside zerodp.full_params() forward passes need not match, and units of "
+            "stage 2 may be used more often on one rank than on another"
         )
 
     def _settings(self, row: Tensor) -> str:

@@ -175,7 +175,7 @@ class Pager:
         over (see `begin`), or the others would wait for its reduction where this rank waits for them; and who is behind catches up.
         """
         current.missed = True
-        for other in self.units:
+        for other in self.units if current.phase == "backward" else ():
             if 0 < other.arrivals < other.expected and not other.surrounds and other.index not in current.complete:
                 self.complete(other, current)
         most = self.runtime.control.meet(unit.index)
