@@ -32,6 +32,16 @@ def test_the_end_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
     assert holder.requires_grad
 
 
+def test_what_the_backend_has_let_go_of_is_not_kept() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    holder = tensor.exp()
+    one = watch.Watch()
+    one.lends(tensor, torch.ones(3))
+    assert one.lent() and list(map(id, one.recent)) == [id(tensor)]
+    del holder
+    assert not one.lent() and not one.recent
+
+
 def test_large_messages_are_not_kept() -> None:
     one = watch.Watch()
     one.lends(torch.empty(watch.SMALL_BYTES + 1, dtype=torch.uint8))

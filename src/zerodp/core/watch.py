@@ -63,8 +63,16 @@ class Watch:
 
     def lends(self, first: Tensor, *others: Tensor) -> Tensor:
         """To the backend, which copies small messages in threads; see `_end`. The result is the first."""
+        self.lent()
         self.recent.extend(tensor for tensor in (first, *others) if tensor.nbytes <= SMALL_BYTES)
         return first
+
+    def lent(self) -> bool:
+        """Whether the backend still holds any of them. The others are let go here."""
+        held = [tensor for tensor in self.recent if _uses(tensor) > 1]
+        self.recent.clear()
+        self.recent.extend(held)
+        return bool(held)
 
     def start(self) -> None:
         if self.thread is None:
@@ -78,7 +86,7 @@ class Watch:
         if self.thread is not None:
             self.thread.join(PATIENCE)
         limit = time.monotonic() + PATIENCE
-        while any(_uses(tensor) > 1 for tensor in self.recent) and time.monotonic() < limit:
+        while self.lent() and time.monotonic() < limit:
             time.sleep(0.001)
 
     def verdict(self, model: str) -> tuple[str, str] | None:
