@@ -7,11 +7,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests import warm
 
 if TYPE_CHECKING:
     from tests.ranks.pool import Pool
+
+
+# The same examples in every run; to look for new ones, `make test ARGS="--hypothesis-profile=search"`.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None, print_blob=True)
+settings.load_profile("same")
 
 
 def pytest_configure(config: pytest.Config) -> None:

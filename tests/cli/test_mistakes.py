@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests import warm
+from tests.cli.runs import environment
 from zerodp.cli import main
 
 ODD = (
@@ -67,7 +70,7 @@ def options(draw: Any) -> list[str]:
     return argv
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(options())
 def test_plan_takes_any_figures(argv: list[str]) -> None:
     status, output, errors = said(["plan", *argv])
@@ -104,6 +107,7 @@ def test_plan_names_the_option_that_is_wrong(name: str, value: str) -> None:
         (["--params=1e9", "--world-size=8", "--tensor-parallel=3"], "8 devices are not divisible"),
         (["--layers=4", "--hidden=96", "--heads=3", "--world-size=8", "--tensor-parallel=2"], "--tensor-parallel: 2 ranks do not divide"),
         (["--params=1e30", "--world-size=8"], "--params: at most"),
+        (["--params=7.5", "--world-size=8"], "--params: expected a count such as 4M, 350k or 7.5e9, got '7.5'"),
         (["--layers=99999999", "--hidden=64", "--heads=1", "--world-size=8"], "--layers: at most"),
     ],
 )  # fmt: skip
@@ -112,6 +116,22 @@ def test_plan_says_what_to_write(argv: list[str], message: str) -> None:
     assert status == 2
     assert message in errors
     assert is_one_clear_line(errors, "plan")
+
+
+def test_less_than_a_byte_is_one() -> None:
+    status, output, _ = said(["plan", "--params=2", "--world-size=64", "--json"])
+    assert status == 0
+    assert [row["model_state_bytes"] for row in json.loads(output)["stages"].values()] == [32, 8, 4, 1]
+
+
+def test_who_reads_the_output_may_go() -> None:
+    command = [warm.python(), "-m", "zerodp.cli", "plan", "--params=1e9", "--world-size=8"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
 
 
 TRAIN = (

@@ -37,9 +37,11 @@ def test_what_the_backend_has_let_go_of_is_not_kept() -> None:
     holder = tensor.exp()
     one = watch.Watch()
     one.lends(tensor, torch.ones(3))
-    assert one.lent() and list(map(id, one.recent)) == [id(tensor)]
+    assert one.lent()
+    assert list(map(id, one.recent)) == [id(tensor)]
     del holder
-    assert not one.lent() and not one.recent
+    assert not one.lent()
+    assert not one.recent
 
 
 def test_large_messages_are_not_kept() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any, NoReturn
 
 from ..config import PRECISIONS
@@ -105,9 +106,10 @@ def positive(text: str) -> float:
 def size(text: str) -> int:
     """The type of a count such as 4M, 350k or 7.5e9."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kKmMbBtT]?)", text)
-    if found is None or not 0 < float(found[1]) * SCALE[found[2].upper()] < float("inf"):
+    scale = SCALE[found[2].upper()] if found else 0
+    if found is None or not 0 < float(found[1]) * scale < float("inf") or (exact := Fraction(found[1]) * scale) % 1:
         raise argparse.ArgumentTypeError(f"expected a count such as 4M, 350k or 7.5e9, got {text!r}")
-    return round(float(found[1]) * SCALE[found[2].upper()])
+    return int(exact)
 
 
 def function(text: str) -> str:

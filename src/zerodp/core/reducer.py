@@ -33,7 +33,7 @@ class Reducer:
     def __init__(self, arena: Arena, comm: Comm, mean: bool, reduce_dtype: torch.dtype | None) -> None:
         self.arena, self.comm, self.mean, self.reduce_dtype = arena, comm, mean, reduce_dtype
         self.loss_scale = 1.0  # of the last backward; all ranks' is the same, and changes in steps only
-        self._early: dict[Flat, Tensor | None] = {}  # scalars as tensors: torch converts a float at every use
+        self._early: dict[Flat, Tensor | None] = {}  # of the dtype they meet: torch converts others at every use
         self.under_way: deque[tuple[Flat, Iterator[None]]] = deque()
 
     # ---- arrival
@@ -81,7 +81,7 @@ class Reducer:
         if flat not in self._early:
             # The mean's 1/N costs nothing while copying; 16-bit gradients would lose small values, so theirs comes after the sum.
             early = self.mean and flat.param_dtype.itemsize >= 4 and self._contributors(flat) > 1
-            self._early[flat] = torch.tensor(1.0 / self._contributors(flat), dtype=torch.float64) if early else None
+            self._early[flat] = torch.tensor(1.0 / self._contributors(flat), dtype=flat.param_dtype) if early else None
 
     def _late_scale(self, flat: Flat) -> float:
         scale = 1.0 / self._contributors(flat) if self.mean and flat.param_dtype.itemsize < 4 else 1.0

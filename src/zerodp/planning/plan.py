@@ -136,7 +136,7 @@ class Plan:
     def _stage(self, one: Estimate) -> dict[str, Any]:
         assert isinstance(one.stage, int)
         return {
-            "model_state_bytes": round(one.model_state_bytes),
+            "model_state_bytes": max(round(one.model_state_bytes), 1),  # a few parameters on many ranks take less
             "zerodp_state_bytes": round(one.zerodp_state_bytes),
             "device_bytes": round(one.device_bytes),
             "kinds": {kind: round(nbytes) for kind, nbytes in one.kinds.items()},
