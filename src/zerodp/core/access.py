@@ -102,6 +102,7 @@ def _keep(runtime: Runtime, units: list[Unit]) -> None:
     for unit in units:
         for flat in unit.flats:
             commit(runtime, flat, _page(flat))
+            flat.changed()
     runtime.lending.note()
     runtime.era += 1
     for unit in [*runtime.pager.cache.clear(), *units]:

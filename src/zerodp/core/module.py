@@ -19,6 +19,7 @@ from . import access
 from .buffers import rank0_buffers
 from .optimizer import zero_grad as drop_gradients
 from .runtime import Runtime
+from .saved import OLD
 from .unit import Flat
 
 
@@ -179,8 +180,6 @@ class Hooks:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         ended = self.runtime.leave(module)
-        if self.runtime.taken:
-            self._bring_back(output)
         if not ended:
             return None
         if self.autocast_cache is not None:
@@ -194,29 +193,12 @@ class Hooks:
             return cast(output, self.precision.output_dtype)
         return None
 
-    def _bring_back(self, output: Any) -> None:
-        """The units whose parameters somebody keeps come when the backward of this output begins."""
-        runtime, units = self.runtime, self.runtime.taken
-        runtime.taken = []
-
-        def bring(_: Tensor) -> None:
-            runtime.begin_backward()
-            for unit in units:
-                runtime.demand(unit)
-
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(bring)
-
     def _backward_of(self, era: int) -> Any:
         """What the outputs of a forward pass call first. Their gradients need the values that forward computed with."""
 
         def begin(_: Tensor) -> None:
             if era != self.runtime.era:
-                raise ShardedError(
-                    "backward() through a forward pass from before the parameters changed (optimizer.step(), full_params(write=True), a load): "
-                    "its gradients need the old values. Run forward again, or step after the last backward"
-                )
+                raise ShardedError(OLD)
             self.runtime.begin_backward()
 
         return begin

@@ -206,6 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             changed = runtime.places.delay.publish() if overflow else self._update(rows)
         for flat in changed:
+            flat.changed()
             flat.stale = True
         runtime.era += bool(changed)
         if changed or not overflow:

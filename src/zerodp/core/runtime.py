@@ -27,7 +27,7 @@ from .lending import Lending
 from .pager import Pager
 from .parameter import Where, writes
 from .reducer import Reducer
-from .saved import SavedTensors, pop_hooks, references
+from .saved import SavedTensors, pop_hooks
 from .schedule import MAX_REVISIONS, REDUCE, Op, Order, Pass, backward_order, forward_order
 from .unit import Flat, Unit
 
@@ -44,15 +44,12 @@ class Event(NamedTuple):
     phase: str
 
 
-Held = tuple[Unit, int]  # and how many references there were to its parameters
-
-
 @dataclass(eq=False)
 class Frame:
     """One hooked module under way: the unit it holds, and pages it used without their own modules' hooks."""
 
-    held: list[Held] = field(default_factory=list)
-    faulted: list[Held] = field(default_factory=list)
+    held: list[Unit] = field(default_factory=list)
+    faulted: list[Unit] = field(default_factory=list)
     packs: bool = False  # whether hooks for saved tensors are undone with it
 
 
@@ -71,7 +68,6 @@ class Runtime:
         self.pager = Pager(units, config.unsharded_bytes, config.prefetch, self)
         self.paged = any(unit.pages for unit in units)
         self.saved = SavedTensors(self)
-        self.taken: list[Unit] = []  # somebody has kept parameters of theirs since they were held
         self.passes: list[Pass] = []
         self.frames: list[Frame] = []
         self.orders: dict[tuple[Any, ...], Order] = {}
@@ -146,8 +142,8 @@ class Runtime:
         frame = self.frames.pop()
         if frame.packs:
             pop_hooks()
-        for held in frame.held + frame.faulted:
-            self._unhold(*held)
+        for unit in frame.held + frame.faulted:
+            self._unhold(unit)
         if self.frames or self.phase != "forward":
             return False
         self._end_forward()
@@ -275,13 +271,15 @@ class Runtime:
         """A hidden parameter is used: bring its unit here, or say why not."""
         self.lending.require_awake()
         unit = where.flat.unit
+        if unit.pages and not self.passes and torch._C._current_graph_task_id() != -1:
+            self.begin_backward()
         if self.passes:
             self.demand(unit)
             if self.frames and self.phase == "forward" and unit.pages and unit.holders == 0:
                 faulted = self.frames[-1].faulted
                 self._hold(unit, faulted)
                 if len(faulted) > 2:  # whatever still looks at the oldest keeps its slot alive; a new use faults again
-                    self._unhold(*faulted.pop(0))
+                    self._unhold(faulted.pop(0))
         elif unit.pages or use == "data" or writes(use):
             what = "is sharded" if unit.pages else "keeps its values in shards"
             raise ShardedError(
@@ -312,14 +310,12 @@ class Runtime:
             self.pager.page_in(unit, self.passes[-1])
         unit.show()
 
-    def _hold(self, unit: Unit, holder: list[Held]) -> None:
+    def _hold(self, unit: Unit, holder: list[Unit]) -> None:
         unit.holders += 1
-        holder.append((unit, references(unit)))
+        holder.append(unit)
 
-    def _unhold(self, unit: Unit, before: int) -> None:
+    def _unhold(self, unit: Unit) -> None:
         unit.holders -= 1
-        if unit.pages and references(unit) > before:
-            self.taken.append(unit)
         if unit.holders == 0 and self.phase == "forward" and unit.pages:
             self.pager.release(unit)
 
@@ -353,6 +349,7 @@ class Runtime:
         for home in walk((h for flat in self.flats() for h in flat.homes if not h.source.is_master), (MASTER,)):
             home.source.publish()
         for flat in self.flats():
+            flat.changed()
             flat.stale = True
         self.era += 1
         self.refresh()

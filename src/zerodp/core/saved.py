@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from ..errors import ShardedError
 from .bits import storage_address
 from .local import get_inner
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-    from .unit import Flat, Unit
+    from .unit import Flat
 
 Hook = Callable[[Any], Any]
+PLAINLY = (False, False)  # torch conjugates and negates by a mark on the view
+OLD = (
+    "backward() through a forward pass from before the parameters changed (optimizer.step(), full_params(write=True), a load): "
+    "its gradients need the old values. Run forward again, or step after the last backward"
+)
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+MODELS: weakref.WeakSet[SavedTensors] = weakref.WeakSet()
 
 
 class Note:
-    """What autograd saves in place of a view of a page: where to find it again, and the DTensor that it was in, if it was."""
+    """What autograd saves in place of a view of a page: where to find it again and with which values, and what it was seen as."""
 
-    __slots__ = ("flat", "offset", "size", "spec", "stride")
+    __slots__ = ("dtype", "flat", "offset", "seen", "size", "spec", "stride", "version")
 
     def __init__(self, flat: Flat, view: Tensor, saved: Tensor) -> None:
         self.flat, self.offset, self.size, self.stride = flat, view.storage_offset(), view.size(), view.stride()
+        self.dtype, self.version = view.dtype, flat.version
+        self.seen = (view.is_conj(), view.is_neg())
         self.spec = None if view is saved else saved._spec  # type: ignore[attr-defined]
 
     def read(self, page: Tensor) -> Tensor:
+        if self.version != self.flat.version:
+            raise ShardedError(OLD)
+        if self.dtype is not page.dtype:  # pairs of real numbers as complex ones
+            page = page.view(self.dtype)
         view = page.as_strided(self.size, self.stride, self.offset)
+        if self.seen != PLAINLY:
+            conjugate, negative = self.seen
+            view = view.conj() if conjugate else view
+            view = torch._neg_view(view) if negative else view
         return view if self.spec is None else DTensor(view, self.spec, requires_grad=False)
 
 
@@ -43,6 +62,8 @@ class SavedTensors:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.pages: dict[int, Flat] = {}  # that are here, by the addresses of their storages
+        _take_part()
+        MODELS.add(self)
 
     def came(self, flat: Flat) -> None:
         flat.slot.page = self.pages[flat.slot.address] = flat  # type: ignore[union-attr]
@@ -91,8 +112,7 @@ class SavedTensors:
         owner = getattr(theirs[0], "__self__", None)
         if owner is self or getattr(owner, "ours", None) is self:
             return False
-        chain = Chain(self, *theirs)
-        _push_hooks(chain.pack, chain.unpack)
+        _push_hooks(*Chain(self, *theirs).both)
         return True
 
 
@@ -101,6 +121,7 @@ class Chain:
 
     def __init__(self, ours: SavedTensors, pack: Hook, unpack: Hook) -> None:
         self.ours, self.theirs = ours, (pack, unpack)
+        self.both = self.pack, self.unpack
 
     def pack(self, tensor: Tensor) -> Any:
         saved = self.ours.pack(tensor)
@@ -110,10 +131,18 @@ class Chain:
         return self.ours.unpack(saved) if type(saved) is Note else self.theirs[1](saved)
 
 
-def references(unit: Unit) -> int:
-    """To the unit's parameters, by anybody.
+@functools.cache
+def _take_part() -> None:
+    """From here on, hooks that somebody pushes while a model is under way get what is no view of a page of its. torch asks the innermost
+    hooks alone, so those of a unit's own forward would keep a parameter itself, which in backward is without its values."""
 
-    More after its forward than before tells that somebody keeps a parameter itself, as hooks do that a module pushes inside a unit and that return
-    the tensor they get: in backward it must have its values, and nobody will ask for them.
-    """
-    return sum(sum(map(getrefcount, flat.parameters)) for flat in unit.flats)
+    def enter(theirs: saved_tensors_hooks) -> None:
+        hooks = theirs.pack_hook, theirs.unpack_hook
+        counts = type(theirs).__module__ == "torch.utils.checkpoint"  # what it gets, and again when it recomputes
+        if not counts and not torch.compiler.is_compiling():
+            for saved in MODELS:
+                if saved.runtime.paged and saved.runtime.frames:
+                    hooks = Chain(saved, *hooks).both
+        _push_hooks(*hooks)
+
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]

@@ -80,6 +80,7 @@ class Flat:
         self.slot: Slot | None = None  # where the page is, while it is here
         self.handles: list[Handle | Transfer] = []
         self.stale = False  # the shards were stepped since the last gather
+        self.version = 0  # of the values
         self.optimized = False  # an optimizer steps these shards
         # gradients
         self.look()
@@ -158,6 +159,11 @@ class Flat:
         if self.persistent is None:
             self.persistent = self.cut(arena.allocate(self.layout.padded_numel, self.param_dtype, "gradients"))
 
+    def changed(self) -> None:
+        """The parameters have other values from here on. What was saved of the old ones is of no use, which autograd tells as for in-place changes."""
+        self.version += 1
+        torch.autograd.graph.increment_version(self.parameters)
+
     def look(self) -> int:
         """How many parameters want a gradient; asked once per backward, as users freeze and unfreeze."""
         with torch._C.DisableTorchFunctionSubclass():  # asking hidden parameters one by one would cost more
@@ -206,10 +212,7 @@ class Flat:
     def reveal(self) -> None:
         """Parameters are themselves again, with their values."""
         if self.slot is not None:
-            views = self.page.views  # type: ignore[union-attr]
-            for parameter, cls, put, view in zip(self.parameters, self.classes, self.puts, views, strict=True):
-                parameter.__class__ = cls
-                put(parameter, view)
+            self.replace(self.page.views)  # type: ignore[union-attr]
         else:
             for parameter, cls in zip(self.parameters, self.classes, strict=True):
                 parameter.__class__ = cls
@@ -256,7 +259,7 @@ class Flat:
             self.bucket_slot = arena.take(self.layout.padded_numel, self.param_dtype, "buckets", self.unit.name)
             self.bucket = self.bucket_slot.cut(self.key, self.cut)
             return
-        if self.grad is not None and self._rests_in_bucket(self.grad):
+        if self.grad is not None and same_memory(self.grad[0], self.persistent.parts[0][self.group.rank]):
             # The reduced gradient of an earlier backward is in this rank's own part: it needs a place of its own now.
             moved = self._grad_memory(arena, torch.promote_types(self.grad_dtype, torch.float32))  # to add up in
             for new, old in zip(moved, self.grad, strict=True):
@@ -296,9 +299,6 @@ class Flat:
         """A shard's parts of each piece."""
         numels = self.layout.piece_numels
         return [shard] if len(numels) == 1 else list(shard.split(list(numels)))
-
-    def _rests_in_bucket(self, grad: list[Tensor]) -> bool:
-        return self.persistent is not None and same_memory(grad[0], self.persistent.parts[0][self.group.rank])
 
     def clear_grad(self, arena: Arena) -> None:
         if self.grad is not None and self.persistent is None:
