@@ -112,7 +112,8 @@ class SavedTensors:
         owner = getattr(theirs[0], "__self__", None)
         if owner is self or getattr(owner, "ours", None) is self:
             return False
-        _push_hooks(*Chain(self, *theirs).both)
+        chain = Chain(self, *theirs)
+        _push_hooks(chain.pack, chain.unpack)
         return True
 
 
@@ -121,7 +122,6 @@ class Chain:
 
     def __init__(self, ours: SavedTensors, pack: Hook, unpack: Hook) -> None:
         self.ours, self.theirs = ours, (pack, unpack)
-        self.both = self.pack, self.unpack
 
     def pack(self, tensor: Tensor) -> Any:
         saved = self.ours.pack(tensor)
@@ -138,11 +138,11 @@ def _take_part() -> None:
 
     def enter(theirs: saved_tensors_hooks) -> None:
         hooks = theirs.pack_hook, theirs.unpack_hook
-        counts = type(theirs).__module__ == "torch.utils.checkpoint"  # what it gets, and again when it recomputes
-        if not counts and not torch.compiler.is_compiling():
+        if type(theirs).__module__ != "torch.utils.checkpoint":  # it counts what it gets, and again in recomputation
             for saved in MODELS:
                 if saved.runtime.paged and saved.runtime.frames:
-                    hooks = Chain(saved, *hooks).both
+                    chain = Chain(saved, *hooks)
+                    hooks = chain.pack, chain.unpack
         _push_hooks(*hooks)
 
     saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
