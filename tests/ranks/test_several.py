@@ -363,3 +363,64 @@ def test_forward_whose_graph_is_dropped(units: Any, stage: int) -> None:
         assert squares(model, torch.ones(2, 3)).isfinite()
 
     parity(Task(Net, rows(3), between=between, steps=3), stage=stage, units=units)
+
+
+# ---- a backward inside a forward
+
+
+class Force(nn.Module):
+    """The gradient of an inner network with respect to its input is a feature."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.energy = Block(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(inner).square().sum(), inner)
+        return x + self.energy(x) + torch.tanh(force)
+
+
+class Forces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.force, self.last = nn.Linear(3, 6), Force(), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.force(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("units", [None, [Block], [Force], [nn.Linear]], ids=["automatic", "blocks", "force", "layers"])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_backward_inside_forward(prefetch: int, units: Any) -> None:
+    """What the forward has on its way already is still there when its turn comes."""
+    parity(Task(Forces, rows(3)), stage=3, units=units, prefetch=prefetch)
+
+
+class Returning(Net):
+    """Gives its input back, or a part of it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), {"input": x, "part": x[:1]}
+
+
+@on_ranks(2)
+def test_an_input_that_comes_out_is_none_of_the_models(stage: int) -> None:
+    """It was made before the first step, and lives on."""
+    torch.manual_seed(0)
+    model: Any = Returning()
+    model, optimizer = zerodp.shard(model, adamw(model), stage=stage, units=[Block])
+    latent = torch.ones(3, requires_grad=True)
+    made = latent.expand(4, -1)
+    for _ in range(3):
+        out, given = model(made)
+        (out.square().mean() + given["input"].mean()).backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not made._backward_hooks

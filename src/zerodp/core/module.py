@@ -163,6 +163,7 @@ class Hooks:
     def __init__(self, runtime: Runtime, guard: Guard, precision: Precision | None) -> None:
         self.runtime, self.guard, self.precision = runtime, guard, precision
         self.autocast_cache: bool | None = None
+        self.began = 0  # autograd's number of the first operation of the pass
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.runtime.passes:
@@ -170,6 +171,7 @@ class Hooks:
             refuse_transforms(self.runtime.paged)
         if not self.runtime.enter(module):
             return None
+        self.began = torch._C._autograd._get_sequence_nr()
         if torch.is_autocast_enabled(self.runtime.arena.device.type):
             # the cache would hold a cast copy of every unit's parameters
             self.autocast_cache = torch.is_autocast_cache_enabled()
@@ -187,7 +189,8 @@ class Hooks:
             self.autocast_cache = None
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:  # a leaf, such as a parameter, would keep the hook for later passes
+                # one made before, such as a parameter, would keep the hook for later passes
+                if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self.began:
                     tensor.register_hook(self._backward_of(self.runtime.era))
         if self.precision is not None and self.precision.output_dtype is not None:
             return cast(output, self.precision.output_dtype)

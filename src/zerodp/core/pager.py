@@ -188,12 +188,16 @@ class Pager:
             unit.launch()
 
     def let_go(self, unit: Unit) -> None:
-        if unit.present and unit.pages and unit.holders == 0 and not unit.kept:
+        if unit.present and unit.pages and unit.holders == 0 and not (unit.kept or self._expected(unit)):
             unit.free()
+
+    def _expected(self, unit: Unit) -> bool:
+        """By the pass around this one: a forward in which somebody goes backward has its next pages here already."""
+        return any(unit.index in outer.ahead for outer in self.runtime.passes[:-1])
 
     def release(self, unit: Unit) -> None:
         """This rank is done with the unit for now."""
-        if unit.kept:
+        if unit.kept or self._expected(unit):
             unit.hide()
         else:
             unit.free()
