@@ -136,13 +136,14 @@ def _take_part() -> None:
     """From here on, hooks that somebody pushes while a model is under way get what is no view of a page of its. torch asks the innermost
     hooks alone, so those of a unit's own forward would keep a parameter itself, which in backward is without its values."""
 
-    def enter(theirs: saved_tensors_hooks) -> None:
-        hooks = theirs.pack_hook, theirs.unpack_hook
-        if type(theirs).__module__ != "torch.utils.checkpoint":  # it counts what it gets, and again in recomputation
+    enter_plainly = saved_tensors_hooks.__enter__
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        if type(hooks).__module__ != "torch.utils.checkpoint":  # it counts what it gets, and again in recomputation
             for saved in MODELS:
                 if saved.runtime.paged and saved.runtime.frames:
-                    chain = Chain(saved, *hooks)
-                    hooks = chain.pack, chain.unpack
-        _push_hooks(*hooks)
+                    chain = Chain(saved, hooks.pack_hook, hooks.unpack_hook)
+                    hooks = saved_tensors_hooks(chain.pack, chain.unpack)
+        enter_plainly(hooks)
 
     saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
