@@ -10,7 +10,7 @@ import zerodp
 from tests.house.source import PACKAGE, ROOT, Module, modules
 
 FILE_LINES = 400
-CORE_CODE_LINES = 3_750  # blank lines, comments and docstrings apart
+CORE_CODE_LINES = 3_770  # blank lines, comments and docstrings apart
 
 # The contract's public names; each later part of the library adds its own here.
 PUBLIC = {

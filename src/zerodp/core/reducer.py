@@ -34,7 +34,8 @@ class Reducer:
         self.arena, self.comm, self.mean, self.reduce_dtype = arena, comm, mean, reduce_dtype
         self.loss_scale = 1.0  # of the last backward; all ranks' is the same, and changes in steps only
         self._early: dict[Flat, Tensor | None] = {}  # of the dtype they meet: torch converts others at every use
-        self.under_way: deque[tuple[Flat, Iterator[None]]] = deque()
+        self.under_way: deque[tuple[Flat, Iterator[bool]]] = deque()
+        self.spreading: list[tuple[Flat, Iterator[bool]]] = []  # of those before: the sums go to the replicas
 
     # ---- arrival
 
@@ -75,7 +76,7 @@ class Reducer:
         return True
 
     def _open(self, flat: Flat) -> None:
-        if any(busy is flat for busy, _ in self.under_way):
+        if self._is_busy(flat):
             self.drain()
         flat.open_bucket(self.arena)
         if flat not in self._early:
@@ -108,10 +109,23 @@ class Reducer:
 
     def _advance(self, limit: int) -> None:
         while len(self.under_way) > limit:
-            deque(self.under_way.popleft()[1], maxlen=0)  # runs it to its end
+            self._end_spreading()
+            flat, steps = self.under_way.popleft()
+            if any(steps):
+                self.spreading.append((flat, steps))
+        if not limit:
+            self._end_spreading()
 
-    def _reduce(self, flat: Flat) -> Iterator[None]:
-        """One flat's reduction; yields while the wire works. Launches happen in the order of calls, the same on all ranks."""
+    def _end_spreading(self) -> None:
+        while self.spreading:
+            deque(self.spreading.pop()[1], maxlen=0)  # runs it to its end
+
+    def _is_busy(self, flat: Flat) -> bool:
+        return any(flat is busy for busy, _ in (*self.under_way, *self.spreading))
+
+    def _reduce(self, flat: Flat) -> Iterator[bool]:
+        """One flat's reduction; yields while the wire works, True when nothing else is left. Launches happen in the order of calls, the same on
+        all ranks."""
         scale = self._late_scale(flat)
         promoted = flat.bucket is not None and flat.bucket.whole.dtype != flat.param_dtype
         bucket, slot = self._complete_bucket(flat)
@@ -122,14 +136,14 @@ class Reducer:
             self._send(piece, group, name, "reduce_scatter", borrowed, parts, landing)
             for piece, parts, landing in zip(bucket.pieces, bucket.parts, target or repeat(None), strict=False)
         ]
-        yield
+        yield False
         sums = [handle.wait() for handle in first]
         if replicas.size > 1:
             own = [parts[group.rank] for parts in bucket.parts]
             if group.size > 1:
                 own = [self._sum(parts, part, borrowed) for parts, part in zip(sums, own, strict=True)]
             second = [self._send(part, replicas, name, "all_reduce", borrowed) for part in own]
-            yield
+            yield False
             sums = [handle.wait() for handle in second]
         fresh = flat.grad is None
         if flat.keeps_scale:
@@ -138,6 +152,7 @@ class Reducer:
                     home.scale_gradient(self.loss_scale / flat.grad_scale)
             flat.grad_scale = self.loss_scale
         flat.grad = flat.grad or target or flat.grad_storage(self.arena, promoted)
+        spread = []
         for parts, home in zip(sums, flat.homes, strict=True):
             with home.summing(fresh) as whole:  # what rests elsewhere takes space here for one piece at a time
                 mine = whole if replicas.size == 1 else whole.view(replicas.size, -1)[replicas.rank]
@@ -146,11 +161,17 @@ class Reducer:
                 else:
                     mine.add_(self._sum(parts, None, borrowed, scale))
                 if replicas.size > 1:
-                    self.comm.all_gather(whole, replicas, name, op="all_reduce", count=0).wait()
+                    spread.append(self.comm.all_gather(whole, replicas, name, op="all_reduce", count=0))
+                    if not home.sums_in_place:
+                        spread.pop().wait()
         first.clear()  # with the results, which are views of what is given back
         del parts, sums, mine, whole, bucket
         for slot in borrowed:
             self.arena.give(slot)
+        if spread:
+            yield True
+            for handle in spread:
+                handle.wait()
 
     def _complete_bucket(self, flat: Flat) -> tuple[Cut, Slot | None]:
         """Take the bucket out of the flat, with zeros for what did not come, in the dtype of the wire."""
@@ -176,8 +197,13 @@ class Reducer:
 
     def _landing(self, flat: Flat, bucket: Cut) -> list[Tensor] | None:
         """The place of a first gradient, where one of the other ranks' parts can arrive right there."""
-        busy = any(flat is other for other, _ in self.under_way)
-        if not self.comm.lands or flat.group.size == 1 or flat.persistent is not None or flat.grad is not None or busy:
+        if (
+            not self.comm.lands
+            or flat.group.size == 1
+            or flat.persistent is not None
+            or flat.grad is not None
+            or self._is_busy(flat)
+        ):
             return None
         if not all(home.sums_in_place for home in flat.homes):
             return None
