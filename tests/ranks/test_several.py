@@ -404,10 +404,12 @@ def test_a_backward_inside_forward(prefetch: int, units: Any) -> None:
 
 
 class Returning(Net):
-    """Gives its input back, or a part of it."""
+    """Gives its input back, or a part of it, in a container that holds itself."""
 
     def forward(self, x: Tensor) -> Any:
-        return super().forward(x), {"input": x, "part": x[:1]}
+        given: dict[str, Any] = {"input": x, "part": x[:1]}
+        given["given"] = given
+        return super().forward(x), given
 
 
 @on_ranks(2)

@@ -243,16 +243,19 @@ def _refilled(original: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any
         return original
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors of a nested output: containers, dataclasses and plain objects."""
+def tensors_in(value: Any, outer: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """The tensors of a nested output: containers, dataclasses and plain objects. outer: the ids of what it lies in, which it may hold itself."""
+    inside = (*outer, id(value))
     if isinstance(value, Tensor):
         yield value
+    elif id(value) in outer:
+        return
     elif isinstance(value, (list, tuple, set)):
         for item in value:
-            yield from tensors_in(item, depth + 1)
+            yield from tensors_in(item, inside)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item, depth + 1)
-    elif depth < 4 and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+            yield from tensors_in(item, inside)
+    elif len(outer) < 4 and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
         for item in vars(value).values():
-            yield from tensors_in(item, depth + 1)
+            yield from tensors_in(item, inside)
