@@ -103,4 +103,5 @@ def _looks_of(flat: Flat) -> list[int]:
 
 
 def _sum(tensor: Tensor) -> int:
+    """Of the bits, in one reduction without copies: large models have a first pass, too."""
     return int(as_bits(tensor.detach().reshape(-1)).sum(dtype=torch.int64))

@@ -104,7 +104,6 @@ def _keep(runtime: Runtime, units: list[Unit]) -> None:
             commit(runtime, flat, _page(flat))
             flat.changed()
     runtime.lending.note()
-    runtime.era += 1
     for unit in [*runtime.pager.cache.clear(), *units]:
         unit.free()
 

@@ -208,7 +208,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for flat in changed:
             flat.changed()
             flat.stale = True
-        runtime.era += bool(changed)
         if changed or not overflow:
             runtime.stepped()
         if engine.grad_scaler is None:

@@ -80,7 +80,6 @@ class Runtime:
         self.scaled_backward = False  # the loss was scaled by optimizer.backward
         self.unscaled_backwards = 0
         self.edits = Edits()
-        self.era = 0  # goes on when the values of parameters change
         self.buffers: list[tuple[nn.Module, str, torch.dtype]] = []  # cast ones: where, and their original dtype
         self.plain_state_dict: Callable[..., dict[str, Any]]  # the model's own; set when hooks are installed
         self.rearm: Callable[[], None]  # hangs lost gradient hooks again
@@ -100,6 +99,11 @@ class Runtime:
     def recomputes(self) -> bool:
         """Whether a module runs inside backward: a checkpoint computes it again."""
         return bool(self.frames) and self.phase == "backward"
+
+    @property
+    def era(self) -> int:
+        """Goes on when the values of parameters change."""
+        return sum(flat.version for flat in self.flats())
 
     def event(self, kind: str, unit: Unit | None) -> None:
         self.trace.append((kind, unit.name if unit is not None else "", self.phase))
@@ -351,7 +355,6 @@ class Runtime:
         for flat in self.flats():
             flat.changed()
             flat.stale = True
-        self.era += 1
         self.refresh()
 
     def refresh(self) -> None:
